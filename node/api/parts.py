@@ -111,7 +111,7 @@ def parts_of(given: Sequence[Fields]) -> str | list[dict[str, Any]]:
 
 
 def _picture(part: Fields) -> Picture | None:
-    """That of a part by OpenAI (`image_url`) or Anthropic (`image`); None of another one."""
+    """The URL of a part by OpenAI (`image_url`) or Anthropic (`image`); None of another one."""
     kind = part.text("type")
     if kind == "image_url":
         return picture_of(part.needed("image_url"), "url", Picture.of_url)

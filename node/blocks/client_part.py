@@ -83,7 +83,7 @@ class SoftPrompt:
         return self.embeddings.shape[0]
 
     def layout(self, position: int, rows: int, tokens: int) -> TokenLayout:
-        """That of text."""
+        """Text has no layout of its own."""
         return TEXT
 
     def put(self, embedded: torch.Tensor, position: int) -> torch.Tensor:

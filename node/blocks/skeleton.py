@@ -267,9 +267,9 @@ def fill(
 ) -> None:
     """Loads the weights of every part for which `wanted(block number, or None outside the blocks)` is true.
 
-    Parts that are not wanted must have been taken out of the model before. So must the parameters that `there` names,
-    which quantised modules replace. A tensor that needs no conversion stays memory-mapped. Once for a model: a second
-    time would leave its rotary frequencies undefined.
+    Parts that are not wanted must have been taken out of the model before, as must the parameters that `there` names:
+    quantised modules replace them. A tensor that needs no conversion stays memory-mapped. Call it once for a model: a
+    second call would leave its rotary frequencies undefined.
 
     Raises:
         ModelError: weights are missing, unexpected or of another shape; it names them.

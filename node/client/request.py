@@ -409,9 +409,9 @@ class ServerStream(Generic[Frame]):
 class OutstandingReplies:
     """Counts how often each step was asked of a server, and its replies; no more of them than that may come. Pure.
 
-    A server answers a step once more when its client sends it again. That happens where another server had pushed it
-    already, or a stream was lost. A reply beyond that is one that nobody asked for. It may stand in the place of the
-    one that is due. A client that went on waiting would be held up.
+    A server answers a step once more when its client sends it again: another server had pushed it, or a stream was
+    lost. Nobody asked for replies beyond that. A server could send them in the place of the one that is due, to hold up
+    a client that went on waiting.
     """
 
     def __init__(self) -> None:

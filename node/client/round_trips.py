@@ -68,10 +68,10 @@ class RoundTrips:
     async def measure(self, servers: Sequence[Announcement], *, patient: bool, choosy: bool) -> None:
         """Measures round trips that are old or unknown, and waits for some of the unknown ones.
 
-        A step may wait for the route (it is not `patient`), or measured servers may hold all blocks. Then nobody waits
-        twice for the same measurement, nor for a peer that was silent the last time. In the second case it is not even
-        asked again so soon. Others are waited for only now and then. Whoever announces servers that are not there would
-        else delay every session. With `choosy` not any server of a block will do, so that measured ones never suffice.
+        If a step waits for the route (not `patient`) or measured servers hold all blocks, each measurement is waited
+        for once, and peers that were silent the last time are not. In the second case that peer is not even asked again
+        so soon, and others are waited for only now and then: whoever announces servers that are not there would else
+        delay every session. With `choosy` not any server of a block will do, so that measured ones never suffice.
         Servers that were announced long ago may be gone: they are waited for as long as others do not suffice.
         """
         now = trio.current_time()

@@ -297,8 +297,8 @@ class ServerSelection:
         return found
 
     async def stages(self, spec: SessionSpec) -> tuple[tuple[Hop, ...], list[float], float]:
-        """The cheapest chain, and the seconds that each of its servers announces for a step of one row. Then the
-        seconds that a step is on the way through all of them and back, by push. Nothing while there is no chain."""
+        """The cheapest chain; the seconds that each of its servers announces for a step of one row; those of the way
+        through all of them and back, by push. All are empty while there is no chain."""
         try:
             chain = await self.route(spec)
         except (NoChainError, BadInput):  # opening the session says why

@@ -77,10 +77,10 @@ def _original_length(folder: Path) -> int | None:
 async def identify_model(swarm: Swarm, folder: ModelFolder, progress: Progress = no_progress) -> SwarmModel:
     """Finds out which model version `folder` is.
 
-    From its own weights where it has them all. Else from the manifest in the folder, if whoever published the model has
-    put one there. Else it is the version that this node has used with these weights before, if it is served. Else it is
-    that of manifests of servers that announce a model of this name. The client's part is checked against these. Who
-    makes other blocks with the same embeddings and head makes a version that fits as well: see `choose_version`.
+    Its own weights say so where it has them all, else a manifest that whoever published the model has put there. Else
+    it is the version that this node has used with these weights before, if it is served. Else manifests of servers that
+    announce a model of this name are asked for, and the client's part is checked against them. Other blocks with the
+    same embeddings and head make a version that fits as well: see `choose_version`.
 
     Raises:
         ModelError: the folder's part is not that of the swarm's model, or of the version that was asked for; or several

@@ -187,8 +187,8 @@ def _stamp(checkpoint: Checkpoint, part: Part) -> str:
 class DigestCache:
     """SHA-256 hashes that belong to one path: a small JSON file in the cache, replaced as a whole.
 
-    Each is kept with a stamp that changes whenever what was hashed may have changed. Two processes that write at once,
-    not two threads, may lose one's hashes. That one reads a second time.
+    Each is kept with a stamp that changes whenever what was hashed may have changed. Two processes that write at once
+    (not two threads) may lose the hashes of one, which then reads a second time.
     """
 
     def __init__(self, path: Path) -> None:

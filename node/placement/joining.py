@@ -40,7 +40,7 @@ class SpanChoice:
         and have answered, and no choice of a smaller peer id is disputed. It does not wait for those that are `silent`.
 
         Two newcomers that both may load have taken account of each other. Let A have the smaller peer id, and let B
-        begin to load. Then B had notified A and knew what A had announced. If A has chosen anew since, A notifies B
+        begin to load: B had then notified A, and knew what A had announced. If A has chosen anew since, it notifies B
         before it loads, and B's answer says that B loads.
         """
         return announced == self.span and self.rivals <= {*told, *silent} and self.disputed <= set(silent)

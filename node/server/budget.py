@@ -58,10 +58,10 @@ class Holding:
 def to_reclaim(held: Sequence[Holding], wanted: int, claimant: str, capacity: int, address: str = "") -> list[int]:
     """The places in `held` of what has to be taken so that `claimant` gets `wanted` more. None if that is not to be.
 
-    Shares are soft: one who is alone may hold everything. Somebody may wait who would stay within an equal share. Then
-    what has been idle for longest goes first, of those who hold more than their share. Then goes what nobody has used
-    for very long. A few requests keep anything from being idle. So what one has held for very long beyond half of all
-    goes then. What was paid for goes only when it is idle for very long.
+    Shares are soft: one who is alone may hold everything. For a claimant who stays within an equal share, what has been
+    idle for longest goes first, of those who hold more than their share. What nobody has used for very long goes next.
+    A few requests keep anything from being idle, so what one has held for very long beyond half of all goes, too. What
+    was paid for goes only when it is idle for very long.
 
     Keys are free and addresses are not. A claimant whose `address` would stay within an equal share of all addresses
     need not wait for so long. What others have held for some seconds beyond such a share goes, too.

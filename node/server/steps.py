@@ -222,9 +222,8 @@ class StepRunner:
         session.close()
 
     def run_turn(self) -> float:
-        """Runs waiting decode steps as one batch, and then a chunk of one prefill, as `next_turn` has it. Or it does
-        nothing, and returns the seconds for which it is better to wait. That is for steps that are about to come, or
-        while all that are here rest."""
+        """Runs waiting decode steps as one batch, and then a chunk of one prefill, as `next_turn` has it. Returns the
+        seconds for which it is better to do nothing: steps are about to come, or all that are here rest."""
         self._drop_given_up()
         left = self._gathering.left(len(self._waiting), time.perf_counter())
         if left and all(step.hidden.shape[1] == 1 for step in self._waiting):

@@ -257,8 +257,8 @@ class CostFit:
 
     @property
     def cost(self) -> BatchCost | None:
-        """What a batch costs; None before the first one. As long as all had as many rows, each row is taken to cost as
-        much as the others. Then shorter ones follow, and show what is so."""
+        """What a batch costs; None before the first one. While all have had the same number of rows, each row is taken
+        to cost the same; shorter batches follow, and show what is true."""
         if not self._line.is_known:
             return None
         rows, seconds = self._line.means

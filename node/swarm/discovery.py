@@ -156,9 +156,8 @@ class Discovery:
     ) -> None:
         """As `Swarm.refresh`. Where no directory answers, Kademlia is asked.
 
-        It is asked as well where blocks of the model version have no servers. That is at once for a client that wants
-        them for the first time, else in the background. Later on it is asked also if they have none that this node
-        could connect to.
+        It is asked as well where blocks of the model version have no servers: at once for a client that wants them for
+        the first time, else in the background. Later on, servers that this node cannot connect to count as none.
 
         Raises:
             SwarmError: neither a directory nor a peer of a DHT has answered.

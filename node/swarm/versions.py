@@ -71,9 +71,9 @@ def versions_named(
 def manifests_to_ask(
     servers: Iterable[Announcement], *, connected: Collection[str], proven: Collection[str] = ()
 ) -> list[list[Announcement]]:
-    """Whom to ask for manifests: of each version some servers. First come the versions with most `proven` servers, then
-    those with a server that this node is connected to. Then come those of most servers. Servers that nobody can reach
-    cost nothing to announce."""
+    """Whom to ask for manifests: some servers of each version. Versions with most `proven` servers come first, then
+    those with a server that this node is connected to, then those of most servers: to announce some that nobody can
+    reach costs nothing."""
     versions: dict[bytes, list[Announcement]] = {}
     for server in sorted(servers, key=lambda server: (server.peer_id not in proven, server.peer_id not in connected)):
         versions.setdefault(server.model_version, []).append(server)
@@ -98,9 +98,8 @@ def most_proven(fitting: Collection[bytes], proven: Mapping[bytes, int]) -> byte
 
 
 def used_before(model: ModelFolder, weights: bytes, view: SwarmView, trust: TrustStore) -> bytes | None:
-    """The version that this node has used with these weights the last time (`TrustStore.note_version`). It counts if
-    somebody serves it and the person has asked for no other. Then it is the one that is meant, whatever else is
-    announced."""
+    """The version that this node has used with these weights the last time (`TrustStore.note_version`). If somebody
+    serves it and the person has asked for no other, it is meant, whatever else is announced."""
     used = None if model.pinned else trust.version_used(weights)
     return used if used is not None and view.servers(used, now=time.time()) else None
 
@@ -110,9 +109,9 @@ def choose_version(
 ) -> bytes:
     """The version that is meant by this model, of those that fit the weights here: as `most_proven` has it.
 
-    Anybody can announce a version that fits, so neither the number of its servers nor their order says anything. That a
-    server has computed for this node before does. It does not where a version was used before with these `weights` (as
-    for `used_before`) that nobody serves now. Whoever has served may announce another one.
+    Anybody can announce a version that fits, so neither the number of its servers nor their order says anything. A
+    server that has computed for this node before does, unless nobody serves the version that was used with these
+    `weights` (as for `used_before`): who has served that one may announce another.
 
     Raises:
         ModelError: several, or others than the one that was used, which it names.

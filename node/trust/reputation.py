@@ -67,19 +67,19 @@ def newcomer(now: float) -> ServiceRecord:
     return ServiceRecord(first_seen=now, updated=now)
 
 
-def reputation(standing: ServiceRecord | None, now: float) -> float:
+def reputation(record: ServiceRecord | None, now: float) -> float:
     """From 0, for a stranger or a cheat, to 1."""
-    if standing is None:
+    if record is None:
         return 0.0
-    later = standing.at(now)
+    later = record.at(now)
     return float(later.tokens / (later.tokens + REPUTATION.newcomer_tokens) * REPUTATION.fault_factor**later.faults)
 
 
-def penalty_seconds(standing: ServiceRecord | None, now: float) -> float:
+def penalty_seconds(record: ServiceRecord | None, now: float) -> float:
     """What routing adds to the cost of a server: next to nothing for a newcomer, so that new servers get sessions. A
     minute or more for one that was at fault lately, which is a last resort."""
-    faults = standing.at(now).faults if standing is not None else 0.0
-    return REPUTATION.newcomer_seconds * (1.0 - reputation(standing, now)) + 60.0 * min(faults, 10.0) * (faults > 0.05)
+    faults = record.at(now).faults if record is not None else 0.0
+    return REPUTATION.newcomer_seconds * (1.0 - reputation(record, now)) + 60.0 * min(faults, 10.0) * (faults > 0.05)
 
 
 @dataclass(frozen=True)

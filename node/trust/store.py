@@ -132,7 +132,7 @@ class StoreLimits:
     """What is kept of others, and how often it is written."""
 
     save_interval: float = 15.0  # Seconds
-    max_standings: int = 20_000
+    max_records: int = 20_000
     max_versions: int = 1_000
     busy_seconds: float = 5.0
 
@@ -160,7 +160,7 @@ class _Changes:
 
     now: float | None = None
     bans: Sequence[tuple[object, ...]] = ()
-    standings: Sequence[tuple[object, ...]] = ()
+    records: Sequence[tuple[object, ...]] = ()
     versions: Sequence[tuple[object, ...]] = ()
     forgotten: str | None = None
 
@@ -178,7 +178,7 @@ class _Changes:
         )
         connection.executemany(
             "INSERT OR REPLACE INTO standings (peer_id, first_seen, updated, tokens, faults) VALUES (?, ?, ?, ?, ?)",
-            self.standings,
+            self.records,
         )
         connection.executemany(
             "INSERT OR REPLACE INTO versions (weights, version, used) VALUES (?, ?, ?)", self.versions
@@ -191,7 +191,7 @@ class _Changes:
 
 
 class TrustStore:
-    """Bans and standings in memory, written to `file` now and then; without a file they last as long as the process.
+    """Bans and service records in memory, written to `file` now and then; without one they last as long as the process.
 
     Several processes of one person may use one file: every process reads what the others wrote when it reads or writes
     it. Of two bans the longer one stays. A damaged file is moved away, and a new one is begun with what is in memory.
@@ -209,10 +209,10 @@ class TrustStore:
         self._file = file
         self._clock = clock
         self._bans: dict[str, Ban] = {}
-        self._standings: dict[str, ServiceRecord] = {}
+        self._records: dict[str, ServiceRecord] = {}
         self._versions: dict[bytes, tuple[bytes, float]] = {}  # and when it was used, by what is held of the model
         self._dirty_bans: set[str] = set()
-        self._dirty_standings: set[str] = set()
+        self._dirty_records: set[str] = set()
         self._dirty_versions: set[bytes] = set()
         self._anew = False  # whether the file has been begun anew since it was written
         self._told: str | None = None  # why the file could not be used the last time
@@ -225,7 +225,7 @@ class TrustStore:
         found = extended(self._bans.get(peer_id), peer_id, reason, source, now)
         self._bans[peer_id] = found
         self._dirty_bans.add(peer_id)
-        self._note(peer_id, (self._standings.get(peer_id) or newcomer(now)).after_fault(now))
+        self._note(peer_id, (self._records.get(peer_id) or newcomer(now)).after_fault(now))
         while len(self._bans) > REPUTATION.max_bans:
             del self._bans[min(self._bans, key=lambda peer: self._bans[peer].until)]
         log.warning("%s is not used any more: %s", peer_id, reason)
@@ -252,8 +252,8 @@ class TrustStore:
         """
         found = self._bans.pop(peer_id, None) is not None
         self._dirty_bans.discard(peer_id)
-        self._standings.pop(peer_id, None)
-        self._dirty_standings.discard(peer_id)
+        self._records.pop(peer_id, None)
+        self._dirty_records.discard(peer_id)
         self._use(_Changes(forgotten=peer_id))
         return found
 
@@ -263,12 +263,12 @@ class TrustStore:
         """Counts tokens that a peer answered with valid receipts, or that were recomputed and right."""
         now = self._clock()
         self._note(
-            peer_id, (self._standings.get(peer_id) or newcomer(now)).after_tokens(tokens, now, recomputed=recomputed)
+            peer_id, (self._records.get(peer_id) or newcomer(now)).after_tokens(tokens, now, recomputed=recomputed)
         )
 
     def reputation(self, peer_id: str) -> float:
         """From 0 to 1."""
-        return reputation(self._standings.get(peer_id), self._clock())
+        return reputation(self._records.get(peer_id), self._clock())
 
     def proven_of(self, peers: Iterable[str]) -> frozenset[str]:
         """Those of these peers of whom `is_proven`."""
@@ -280,15 +280,15 @@ class TrustStore:
 
     def penalty_seconds(self, peer_id: str) -> float:
         """What routing adds to the cost of the peer."""
-        return penalty_seconds(self._standings.get(peer_id), self._clock())
+        return penalty_seconds(self._records.get(peer_id), self._clock())
 
-    def _note(self, peer_id: str, standing: ServiceRecord) -> None:
-        self._standings[peer_id] = standing
-        self._dirty_standings.add(peer_id)
-        if len(self._standings) > STORE.max_standings:
-            by_age = sorted(self._standings, key=lambda peer: self._standings[peer].updated)
-            for oldest in by_age[: STORE.max_standings // 10]:
-                del self._standings[oldest]
+    def _note(self, peer_id: str, record: ServiceRecord) -> None:
+        self._records[peer_id] = record
+        self._dirty_records.add(peer_id)
+        if len(self._records) > STORE.max_records:
+            by_age = sorted(self._records, key=lambda peer: self._records[peer].updated)
+            for oldest in by_age[: STORE.max_records // 10]:
+                del self._records[oldest]
 
     # --- model versions
 
@@ -325,10 +325,10 @@ class TrustStore:
             held = self._bans.get(row[0])
             if held is None or held.until < row[1]:
                 self._bans[row[0]] = Ban(*row)
-        standings = "SELECT peer_id, first_seen, updated, tokens, faults FROM standings ORDER BY updated DESC LIMIT ?"
-        for peer_id, *rest in connection.execute(standings, (STORE.max_standings,)):
-            if peer_id not in self._dirty_standings:
-                self._standings[peer_id] = ServiceRecord(*rest)
+        records = "SELECT peer_id, first_seen, updated, tokens, faults FROM standings ORDER BY updated DESC LIMIT ?"
+        for peer_id, *rest in connection.execute(records, (STORE.max_records,)):
+            if peer_id not in self._dirty_records:
+                self._records[peer_id] = ServiceRecord(*rest)
         versions = "SELECT weights, version, used FROM versions ORDER BY used DESC LIMIT ?"
         for weights, version, used in connection.execute(versions, (STORE.max_versions,)):
             if weights not in self._dirty_versions:
@@ -346,12 +346,12 @@ class TrustStore:
     def _write(self) -> None:
         bans = [self._bans[peer] for peer in self._take(self._dirty_bans) if peer in self._bans]
         used = [(held, *self._versions[held]) for held in self._take(self._dirty_versions) if held in self._versions]
-        names = self._take(self._dirty_standings)
-        standings = [(name, self._standings[name]) for name in names if name in self._standings]
+        names = self._take(self._dirty_records)
+        records = [(name, self._records[name]) for name in names if name in self._records]
         changes = _Changes(
             self._clock(),
             [(ban.peer_id, ban.until, ban.reason, ban.source, ban.count) for ban in bans],
-            [(name, held.first_seen, held.updated, held.tokens, held.faults) for name, held in standings],
+            [(name, held.first_seen, held.updated, held.tokens, held.faults) for name, held in records],
             used,
         )
         try:
@@ -359,7 +359,7 @@ class TrustStore:
         except MachineError:
             self._dirty_bans.update(ban.peer_id for ban in bans)
             self._dirty_versions.update(held for held, *_ in used)
-            self._dirty_standings.update(names)
+            self._dirty_records.update(names)
             raise
 
     @staticmethod
@@ -409,7 +409,7 @@ class TrustStore:
                 raise
             self._anew = True
             self._dirty_bans.update(self._bans)
-            self._dirty_standings.update(self._standings)
+            self._dirty_records.update(self._records)
             self._dirty_versions.update(self._versions)
             if (aside := move_aside(file, timeout=STORE.busy_seconds)) is not None:
                 return aside

@@ -73,8 +73,8 @@ def next_notice(
 ) -> Notice | None:
     """What to take up next. `busy` are the authors that evidence is being fetched from: one piece at a time of each.
 
-    What needs no fetch comes first (and alone, without `fetches`), then what the `trusted` authors have. Then comes
-    that of those from which the fewest fetches have failed, the oldest first.
+    What needs no fetch comes first (and alone, without `fetches`), then what the `trusted` authors have. Of the others,
+    those from which the fewest fetches have failed come first, then the oldest.
     """
     ready = [
         notice for notice in waiting if notice.message.bundle is not None or (fetches and notice.author not in busy)

@@ -107,8 +107,8 @@ Share: TypeAlias = Literal["auto", "on", "off"]
 
 
 def may_hand_on(folder: ModelFolder) -> bool:
-    """Whether nothing speaks against handing a model on: it is no hub's, or one that the hub gives to everybody. And it
-    did not come from a peer that was told to hand it on nevertheless."""
+    """Whether nothing speaks against handing a model on: it is no hub's, or the hub gives it to everybody. It may not
+    have come from a peer that was told to hand it on nevertheless."""
     return is_for_everybody(folder) and not (folder.path / RESTRICTED).exists()
 
 

@@ -38,17 +38,17 @@ KEYS = [Identity.from_seed(bytes([number]) * 32) for number in range(1, 6)]
 
 
 def test_new_key_starts_low_and_grows() -> None:
-    standing = newcomer(NOW)
-    assert reputation(None, NOW) == reputation(standing, NOW) == 0
-    grown = standing.after_tokens(round(REPUTATION.newcomer_tokens), NOW, recomputed=True)
+    record = newcomer(NOW)
+    assert reputation(None, NOW) == reputation(record, NOW) == 0
+    grown = record.after_tokens(round(REPUTATION.newcomer_tokens), NOW, recomputed=True)
     assert reputation(grown, NOW) == pytest.approx(0.5)
-    assert reputation(standing.after_tokens(round(REPUTATION.newcomer_tokens), NOW, recomputed=False), NOW) < 0.02
+    assert reputation(record.after_tokens(round(REPUTATION.newcomer_tokens), NOW, recomputed=False), NOW) < 0.02
 
 
 def test_reputation_decays_and_a_fault_takes_it() -> None:
-    standing = newcomer(NOW).after_tokens(1_000_000, NOW, recomputed=True)
-    assert reputation(standing, NOW + 20 * REPUTATION.half_life) < 0.01
-    fallen = standing.after_fault(NOW)
+    record = newcomer(NOW).after_tokens(1_000_000, NOW, recomputed=True)
+    assert reputation(record, NOW + 20 * REPUTATION.half_life) < 0.01
+    fallen = record.after_fault(NOW)
     assert reputation(fallen, NOW) == 0
     again = fallen.after_tokens(1_000_000, NOW, recomputed=True)
     assert reputation(again, NOW) < 0.11
@@ -58,12 +58,12 @@ def test_reputation_decays_and_a_fault_takes_it() -> None:
 
 @given(st.integers(0, 10**9), st.floats(0, 20), st.floats(0, 1e8))
 def test_reputation_and_penalty_stay_within_bounds(tokens: int, faults: float, later: float) -> None:
-    standing = ServiceRecord(NOW, NOW, float(tokens), faults)
-    assert 0 <= reputation(standing, NOW + later) <= 1
-    assert 0 <= penalty_seconds(standing, NOW + later) <= 600 + REPUTATION.newcomer_seconds
-    more = standing.after_tokens(1000, NOW + later, recomputed=True)
-    assert reputation(more, NOW + later) >= reputation(standing, NOW + later)
-    assert penalty_seconds(more, NOW + later) <= penalty_seconds(standing, NOW + later)
+    record = ServiceRecord(NOW, NOW, float(tokens), faults)
+    assert 0 <= reputation(record, NOW + later) <= 1
+    assert 0 <= penalty_seconds(record, NOW + later) <= 600 + REPUTATION.newcomer_seconds
+    more = record.after_tokens(1000, NOW + later, recomputed=True)
+    assert reputation(more, NOW + later) >= reputation(record, NOW + later)
+    assert penalty_seconds(more, NOW + later) <= penalty_seconds(record, NOW + later)
 
 
 def test_route_hardly_avoids_newcomer_and_much_cheat() -> None:
@@ -223,7 +223,7 @@ def test_threads_books_lose_no_bans(tmp_path: Path) -> None:
 def test_a_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of bans those that end first give way, of reputations those of which nothing was heard for longest."""
     monkeypatch.setattr(store_module, "REPUTATION", replace(store_module.REPUTATION, max_bans=3))
-    monkeypatch.setattr(store_module, "STORE", replace(store_module.STORE, max_standings=20))
+    monkeypatch.setattr(store_module, "STORE", replace(store_module.STORE, max_records=20))
     clock = Clock()
     store = TrustStore(clock=clock)
     store.ban("long", "proven", "evidence")
@@ -307,10 +307,10 @@ def test_bans_reason_is_cut_and_longer_stays() -> None:
     assert extended(long, "peer", "lied", "own", NOW) == replace(long, count=2)
 
 
-def test_a_standing_never_grows_younger() -> None:
-    standing = newcomer(NOW).after_tokens(100, NOW, recomputed=True)
-    assert standing.at(NOW - 1000) == standing and standing.first_seen == NOW
-    later = standing.after_fault(NOW + REPUTATION.half_life)
+def test_a_record_never_grows_younger() -> None:
+    record = newcomer(NOW).after_tokens(100, NOW, recomputed=True)
+    assert record.at(NOW - 1000) == record and record.first_seen == NOW
+    later = record.after_fault(NOW + REPUTATION.half_life)
     assert (later.tokens, later.faults, later.updated) == (0.0, 1.0, NOW + REPUTATION.half_life)
     assert later.after_tokens(200, NOW + 2 * REPUTATION.half_life, recomputed=False).tokens == 2.0
     assert later.at(NOW + 2 * REPUTATION.half_life).faults == 0.5

@@ -29,9 +29,9 @@ def settle_choices(model: nn.Module) -> None:
     """In the blocks of `model` a token looks at the same ones from now on, however a prompt is cut.
 
     Of tokens with equal scores the first ones are taken. A score is 0 where the key of a token suits no head of the
-    index: with few heads many are. Which of them torch takes depends on how many tokens stand behind, even on those
-    that are masked. And where entries stand for several tokens (DeepSeek-V4), a token that comes alone looks at those
-    that it would see among others: in a row with left padding transformers shows it more.
+    index: with few heads many are. Which of them torch takes depends on how many tokens stand behind, masked ones
+    included. Where entries stand for several tokens (DeepSeek-V4), a token that comes alone looks at those that it
+    would see among others. In a row with left padding transformers shows it more.
     """
     indexers: list[Any] = [module for module in model.modules() if hasattr(module, "index_topk")]
     for indexer in indexers:

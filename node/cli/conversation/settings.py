@@ -57,8 +57,8 @@ def _is_number(value: Any) -> bool:
 
 
 def for_a_person(given: Sampling, named: Mapping[str, float | None], folder: Path) -> Sampling:
-    """`given` with what was `named` by an option, else with the model's own settings where they can be used. Else with
-    the usual temperature."""
+    """`given` with what was `named` by an option, else with the model's own settings, else with the usual
+    temperature."""
     own = model_settings(folder) if named.get("temperature") != 0 else {}
     sampling = replace(given, temperature=_USUAL_TEMPERATURE)
     for name, value in own.items():

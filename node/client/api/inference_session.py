@@ -243,9 +243,9 @@ class InferenceSession:
     def fork(self) -> InferenceSession:
         """A session that holds the same tokens and goes on by itself: for several continuations of one text.
 
-        It runs through the same servers where that is possible, and what they have kept is not computed again. That is
-        all but the last 31 tokens at most, while no other session has needed the room. Nor may rows have changed
-        places. It reserves cache of its own. Close each for itself.
+        It runs through the same servers where that is possible, and what they have kept is not computed again. They
+        keep all but the last 31 tokens, unless another session needs the room or rows have changed places. Each session
+        reserves cache of its own and is closed by itself.
 
         Raises:
             BadInput: this session is closed, or its chains are compared.

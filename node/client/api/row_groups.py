@@ -117,8 +117,8 @@ class Measured:
 class Paces:
     """What the generations of a model have taken, by the chain. Those of long ago are forgotten.
 
-    No `Estimate`: each figure is the mean of a whole answer's steps already, and ways tried minutes apart are compared.
-    So the newest one counts alone.
+    It is no `Estimate`: the newest figure counts alone. Each is the mean of a whole answer's steps already, and ways
+    that were tried minutes apart are compared.
     """
 
     def __init__(self) -> None:
@@ -203,9 +203,9 @@ def draft_apart(
 ) -> bool:
     """Whether `rows` are quicker each in a session of its own, with drafts, than in one batch without.
 
-    `gain`: tokens that a step with a draft brings on average. Where no draft is right it is to be 0.97 times as quick
-    at least. So a wrong `gain` costs little. `DraftPlan` bounds what wrong drafts may cost. `measured`: what earlier
-    batches through the same servers took, which counts more. It has to pay with half of the gain then.
+    `gain`: tokens that a step with a draft brings on average. Drafts that are all wrong may make rows at most 3 %
+    slower, so a wrong `gain` costs little; `DraftPlan` bounds the rest. `measured`: what earlier batches through the
+    same servers took, which counts more: half of the gain has to pay then.
     """
     if not 1 < rows <= ROWS.most_drafted or not step_seconds:
         return False

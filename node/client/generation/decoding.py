@@ -152,16 +152,15 @@ class Decoding:
     async def _extend(self, answer: Answering, begin: int) -> None:
         """Takes the next token, or several by drafts. The first step, with the prompt, has none."""
         tokens, sampler, drafter = answer.tokens, answer.sampler, self.drafter
-        begun, made = trio.current_time(), len(tokens)
-        draft = Draft()
-        if drafter is not None and made > begin:
-            draft = drafter.guess(tokens, answer.limit - made - 1)
-        if drafter is not None and (draft.tokens or drafter.model_guesses(answer)):
+        made, draft = len(tokens), Draft()
+        if drafter is not None:
+            if made > begin:
+                draft = drafter.guess(tokens, answer.limit - made - 1)
             if await self._check_side_by_side(drafter, answer, draft):
                 return
-            begun = trio.current_time()
+        begun, sent = trio.current_time(), [*tokens, *draft.tokens]
         quick = not draft.tokens and self._is_quick
-        sent, chunks = [*tokens, *draft.tokens], await self._unsent([*tokens, *draft.tokens], 1 + len(draft.tokens))
+        chunks = await self._unsent(sent, 1 + len(draft.tokens))
         early: _Early | None = None
         if isinstance(self.session, ClientSession) and len(chunks) == 1:
             async with self.session.under_way(chunks[0]) as pipeline:
@@ -193,8 +192,11 @@ class Decoding:
                 drafter.note_step(draft, len(tokens) - made - 1, now - begun)
 
     async def _check_side_by_side(self, drafter: Drafter, answer: Answering, draft: Draft) -> bool:
-        """Checks this draft and those that follow it in steps that are under way at once; false if that cannot be."""
+        """Checks this draft and those that follow it, or a draft model's, in steps that are under way at once; false if
+        there are none, or that cannot be."""
         session, tokens = self.session, answer.tokens
+        if not draft.tokens and not drafter.model_guesses(answer):
+            return False
         held = min(common_prefix(self.held, tokens), session.position)
         if drafter.plan.speed is None or not isinstance(session, ClientSession) or held < len(tokens) - 1:
             return False

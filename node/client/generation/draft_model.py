@@ -180,8 +180,8 @@ class Ahead:
 class ModelDrafter:
     """Guesses the tokens of one answer, one after another, with a draft model.
 
-    A token is drawn with the very random numbers that the chain's token will be drawn with. So it is the same one as
-    often as the two distributions allow without knowing of each other: with a probability of at least (1 - D) / (1 +
+    A token is drawn with the very random numbers that the chain's token will be drawn with. The two are therefore equal
+    as often as their distributions allow without knowing of each other: with a probability of at least (1 - D) / (1 +
     D), D being their total variation distance ("drafter-invariant speculative decoding" by Gumbel sampling: Daliri,
     Musco and Suresh, arXiv 2408.07978). What the sampler chooses does not depend on the guess.
 

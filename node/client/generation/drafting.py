@@ -434,8 +434,8 @@ class PipelineSpeed:
         return min((*sizes, tokens), key=lambda size: self._of_steps(tokens, size))
 
     def _of_steps(self, tokens: int, size: int) -> float:
-        """The first step passes all servers. Each further one is done as long after it as the slowest server takes.
-        That server is not done before it has had its turn with those of all answers."""
+        """The first step passes all servers. Each further one is done as long after it as the slowest server takes,
+        which has the steps of all answers in turn."""
         first, steps = self.alone + self.work.of(size) - self.work.of(1), math.ceil(tokens / size)
         seconds = first + (steps - 1) * self.stage.of(size)
         return seconds if self.sharing == 1 else max(seconds, self.sharing * steps * self.stage.of(size))

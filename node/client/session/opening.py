@@ -54,9 +54,9 @@ class _Run:
 class Opening:
     """Looks for servers for the blocks of `spec` that hold what `history` says, up to `position`, by `run`.
 
-    `epoch` gives the number of the route for each chain that is tried. Servers that are found to be silent are
-    suspected at once. So no other step of this client asks them meanwhile. What has left them for the history has to be
-    what its signer signed, if known (`replacement`).
+    `epoch` gives the number of the route for each chain that is tried. Silent servers are suspected at once, so that no
+    other step of this client asks them meanwhile. What leaves new servers for the history has to be what its signer
+    signed, if known (`replacement`).
 
     Where all servers of a chain kept the first tokens of `beginning`, these do not run through them again: of the
     history by default. The links then have them as their inputs, which may be more than `position`.

@@ -372,8 +372,7 @@ class PipelineStep:
     async def _race(self) -> StepEvent:
         """Reconnects and replaces side by side; the first that succeeds goes on.
 
-        A person waits. So a session that its server keeps for longer than others are looked for is not waited for, nor
-        one whose answers so far were wrong.
+        A person waits: a session is not waited for beyond the search for others, nor if its answers so far were wrong.
         """
         won: list[StepEvent] = []
         reconnector = self.chain.reconnector(self.link)

@@ -232,8 +232,8 @@ class SessionStream(AnswerChecks):
     # --- steps
 
     def target(self, nbytes: int = 0, *, receipt_only: bool = False) -> wire.PushTarget:
-        """Where another server pushes the next step, of `nbytes` bytes. And whether a receipt is enough of an answer to
-        it. Takes a sequence number for it."""
+        """Where another server pushes the next step, of `nbytes` bytes, and whether a receipt is enough of an answer to
+        it. The step gets its sequence number by that."""
         sequence = self.next_sequence(nbytes)
         self._due.ask(sequence)
         self._targeted = True

@@ -96,8 +96,8 @@ def own_endpoints(
 ) -> tuple[Endpoint, ...]:
     """Where the other side should dial us.
 
-    `observed` are the endpoints from which peers see us come, the latest first. Most NATs keep a port. So we expect to
-    come from the same address and from the port that we dial from (`port`). `reached` are those where others got
+    `observed` are the endpoints from which peers see us come, the latest first. Most NATs keep a port, so we expect to
+    come from the same address, and from the port that we dial from (`port`). `reached` are those where others got
     through; our own addresses are for neighbours.
     """
     predicted = [Endpoint(seen.ip, port[seen.ip.version]) for seen in observed if seen.ip.version in port]

@@ -116,8 +116,8 @@ class Connected(Protocol):
 class _Whereabouts:
     """Finds out where this node is, from its interfaces and the connections that it made.
 
-    `on_loopback` says that it listens on loopback only. So is a node that does not listen, as long as all peers that it
-    has dialed or that came are there.
+    `on_loopback` says that it listens on loopback only. A node that does not listen counts as one, as long as all peers
+    that it dialed, or that came, are there.
     """
 
     def __init__(self, network: Connected, *, on_loopback: bool) -> None:

@@ -257,7 +257,7 @@ class NodeLimits:
         self.granted(use, granted)
 
     def granted(self, use: AddressUse, units: float) -> None:
-        """So many of the units that it took lately were for what it is granted."""
+        """This number of the units that it took lately was for what it is granted."""
         use.recent.add((WORK.granted_part - 1) * units)
 
     def admit(self, origin: str) -> bool:

@@ -44,8 +44,8 @@ MAX_RSA_KEY: Final = 600
 
 
 class ShortRsaKey(RSAPublicKey):
-    """libp2p's parses numbers of up to 64 KiB in a handshake before it looks at their size. So it does with a private
-    key's. That takes 7 s of processor time for one message."""
+    """libp2p's parses the numbers of a key, of up to 64 KiB, before it looks at their size. One message of a handshake
+    may take 7 s of processor time by that."""
 
     @classmethod
     def from_bytes(cls, key_bytes: bytes) -> RSAPublicKey:
@@ -201,8 +201,8 @@ class NoiseSession(BaseSession):
     def put(self, data: bytes) -> None:
         """Encrypts and sends without waiting: what the socket does not take now, `pump` sends in order.
 
-        Encrypting and queueing cannot be torn apart by a cancellation. That matters: a message counter used
-        for a message that is not sent makes the peer fail all that follow.
+        Encrypting and queueing cannot be torn apart by a cancellation: a counter that was used for a message that is
+        not sent would make the peer fail all that follow.
 
         Raises:
             OSError: the connection has ended.

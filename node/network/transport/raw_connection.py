@@ -237,7 +237,7 @@ class Listener(trio.abc.Listener[trio.SocketStream]):
     """A socket that peers connect to. The limits say who is worth a task; all others are closed at once.
 
     trio's own takes a turn of the loop and a task for each connection: ten times what closing costs. Where more are
-    refused than may be, the next ones wait in the system's queue. So do honest peers' ones.
+    refused than may be, the next ones wait in the system's queue, those of honest peers among them.
     """
 
     def __init__(self, listening: socket.socket, limits: NodeLimits) -> None:

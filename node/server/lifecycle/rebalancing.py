@@ -101,8 +101,8 @@ class PlacementState:
     async def probe(self) -> None:
         """Finds out which servers are still there: who was killed has retracted nothing.
 
-        Who was reached once and is not any more counts as gone until it announces itself anew. So does one that we
-        have never reached, if it is late with that.
+        A server that cannot be reached any more counts as gone until it announces itself anew. One that was never
+        reached does if it is late with that.
         """
         asked: set[str] = set()
         for _ in range(OBSERVING.probe_rounds):

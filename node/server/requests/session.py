@@ -202,8 +202,8 @@ class ServerSession:
     async def _attend(self, stream: InferenceStream) -> None:
         """Takes steps from `stream`, until it ends or another one takes its place.
 
-        The session is over when the client has closed it or broken the protocol, and when others need its cache. So it
-        is when the client is lost and the session is not to be kept.
+        The session is over when the client has closed it or broken the protocol, and when others need its cache. If it
+        is not to be kept, it ends with its stream, too.
         """
         if self._over:
             raise not_held()
