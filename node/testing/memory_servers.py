@@ -47,7 +47,7 @@ class MemoryServer:
         pause: makes it pause; for its trio thread.
     """
 
-    def __init__(self, node: MemoryNode, token: trio.lowlevel.TrioToken) -> None:
+    def __init__(self, node: MemoryNode, token: trio.lowlevel.TrioToken, known: dict[object, Any]) -> None:
         self.node = node
         self.peer_id = node.peer_id
         self.events: list[dict[str, Any]] = []
@@ -55,6 +55,7 @@ class MemoryServer:
         self.pause = Pause()
         self.alive = True
         self._token = token
+        self._known = known
         self._stop = trio.Event()
         self._settled = trio.Event()
         self._failure: Exception | None = None
@@ -86,7 +87,9 @@ class MemoryServer:
     async def run(self, options: ServerOptions) -> None:
         node: Any = self.node  # in place of a Swarm
         payments = partial(PaymentVerifier, self.peer_id)
-        parts = ServerParts(self._on_event, no_progress, payments, tallies=self.tallies, pause=self.pause)
+        parts = ServerParts(
+            self._on_event, no_progress, payments, tallies=self.tallies, pause=self.pause, known=self._known
+        )
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -155,6 +158,7 @@ class MemorySwarm:
         self._thread = thread
         self._token: trio.lowlevel.TrioToken = thread.call(_current_token)
         self.network = thread.value
+        self._known: dict[object, Any] = {}
 
     def call(self, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
         """Runs `await function(*args)` where the nodes live."""
@@ -177,7 +181,7 @@ class MemorySwarm:
         def start() -> MemoryServer:
             node = self.network.node(identity)
             prepare(node)
-            server = MemoryServer(node, self._token)
+            server = MemoryServer(node, self._token, self._known)
             self.network.nursery.start_soon(server.run, ServerOptions(str(model), span, **USUAL | options))
             return server
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ....protocols.ids import Span
 from ...errors import BadInput
@@ -18,6 +18,9 @@ from ..requests.admission import PrefixCache, PriorityPayments
 from ..tallies import ServerTallies
 from .pausing import Pause
 from .pledging import Depositor
+
+if TYPE_CHECKING:
+    from ...blocks.kernels.choice import Known
 
 MAX_ADAPTERS: Final = 32
 """Each takes a line of the announcement."""
@@ -81,7 +84,8 @@ class ServerParts:
 
     `on_event` and `progress` tell a person what it does. `payments` makes what takes points of some validators for
     priority; `depositor` leaves those of a pledge with one. `tallies` is what all spans count in. While a `pause` is
-    wanted, the server takes no sessions. It has no announcement once those that it had have gone.
+    wanted, the server takes no sessions. It has no announcement once those that it had have gone. `known` is what was
+    found out about blocks, by model version and how they were loaded: it is not measured again for others.
     """
 
     on_event: OnEvent
@@ -90,6 +94,7 @@ class ServerParts:
     depositor: Depositor | None = None
     tallies: ServerTallies = field(default_factory=ServerTallies)
     pause: Pause = field(default_factory=Pause)
+    known: dict[object, Known] = field(default_factory=dict)
 
 
 def check_blocks(options: ServerOptions, folder: ModelFolder) -> None:

@@ -160,11 +160,14 @@ class Server:
         return await in_thread(lambda: self._read_blocks(path, span))
 
     def _read_blocks(self, path: Path, span: Span) -> BlockSpan:
+        from ...blocks.kernels.choice import Known
         from ...blocks.span import Loading, load
 
-        options, progress = self._context.options, self._context.parts.progress
+        options, parts = self._context.options, self._context.parts
         kind = options.device, options.dtype, str(options.numerics), options.kernels
-        blocks = load(path, span, Loading(*kind, progress, experts_on_disk=self._sizing.on_disk))
+        known = parts.known.setdefault((self._context.source.manifest.version, *kind), Known())
+        how = Loading(*kind, parts.progress, experts_on_disk=self._sizing.on_disk, known=known)
+        blocks = load(path, span, how)
         if options.cache_dtype == "float32" and blocks.cache_dtype != "float32":
             raise MachineError(
                 f"--cache-dtype float32 computes in float32, not in {blocks.cache_dtype}: add --dtype float32"
