@@ -236,7 +236,9 @@ def explain(error: BaseException) -> PetalnodeError | None:
         case FileNotFoundError() if error.filename is None and not _has_working_folder():
             return MachineError("the folder in which this command was given is gone: change to another one (cd)")
         case OSError() if error.strerror:
-            names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
+            names = [
+                os.fsdecode(name)[:300] for name in (error.filename, error.filename2) if isinstance(name, str | bytes)
+            ]
             return MachineError(f"{error.strerror}{': ' if names else ''}{' and '.join(names)}")
         case UnicodeEncodeError():
             sign = text_given(error.object[error.start : error.start + 1])

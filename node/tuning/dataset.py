@@ -24,6 +24,11 @@ _TABLES: Final = {
         "pip install pandas pyarrow && python -c 'import pandas; "
         'pandas.read_parquet("{0}").to_json("{1}", orient="records", lines=True)\'',
     ),
+    ".xlsx": (
+        "an Excel file",
+        "pip install pandas openpyxl && python -c 'import pandas; "
+        'pandas.read_excel("{0}").to_json("{1}", orient="records", lines=True)\'',
+    ),
 }
 """Kinds of files that are no JSONL, by their endings: what they are called, and how FILE (0) becomes JSONL (1)."""
 _NUMBER: Final = re.compile(r"0|-?[1-9][0-9]{0,99}")  # far below what Python refuses to convert
@@ -88,7 +93,7 @@ def read_dataset(path: Path) -> Dataset:
         data = path.read_bytes()
         if data[:4] == b"PAR1":
             raise BadInput(_how_to_convert(path, *_TABLES[".parquet"]))
-        lines = data.decode("utf-8").split("\n")
+        lines = data.decode("utf-8").removeprefix("\ufeff").split("\n")  # some editors mark UTF-8 so
     except FileNotFoundError:
         raise BadInput(f"there is no file {path}") from None
     except IsADirectoryError:

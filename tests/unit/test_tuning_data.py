@@ -63,7 +63,11 @@ def test_a_bad_line_is_named(line: object, says: str, tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b'{"text": "a"}\n{"text": "\xe9"}')
     (tmp_path / "empty").write_text("\n \n")
-    for name, says in {"latin": "line 2: this is not UTF-8", "empty": "holds no examples", "none": "no file"}.items():
+    (tmp_path / "marked").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
+    assert [example.text for example in read_dataset(tmp_path / "marked").examples] == ["a"]
+    (tmp_path / "sheet.xlsx").touch()
+    wrong = {"latin": "line 2: this is not UTF-8", "empty": "holds no examples", "none": "no file"}
+    for name, says in (wrong | {"sheet.xlsx": "is an Excel file, and .*read_excel"}).items():
         with pytest.raises(BadInput, match=says):
             read_dataset(tmp_path / name)
     with pytest.raises(BadInput, match="folder"):
