@@ -1,7 +1,7 @@
 """Tokens a second of 1 to 32 clients on one server at once, and how it is shared.
 
     python benchmarks/concurrency.py [--json] [--clients 1 4 8 16 32] [--tokens 72] [--processes 2] [--hidden 2048]
-                                     [--at-once]
+                                     [--quant nf4] [--at-once]
 
 The model has random weights: 4 blocks of Llama in float32 (700 MB at hidden size 2048), so that compute is the limit.
 Servers are processes with one compute thread, one that batches decode steps and one that computes them one by one; they
@@ -276,13 +276,14 @@ def other_server(command: list[str]) -> None:
 
 
 @contextmanager
-def servers_of(folder: Path, scratch: Path, other: str) -> Iterator[list[ServerProcess]]:
+def servers_of(folder: Path, scratch: Path, other: str, quant: str) -> Iterator[list[ServerProcess]]:
     """One that batches, and the `other`, in swarms of their own."""
     started: list[ServerProcess] = []
     try:
         for name, prefix in (("batched", ()), (other, (sys.executable, __file__, f"--serve-{other}"))):
             (scratch / name).mkdir()
-            arguments = [str(folder), "--blocks", f"0:{BLOCKS}", "--new-swarm", "--cache-tokens", "60000"]
+            arguments = [str(folder), "--blocks", f"0:{BLOCKS}", "--quant", quant, "--new-swarm"]
+            arguments += ["--cache-tokens", "60000"]
             started.append(ServerProcess(arguments, scratch / name, prefix=prefix))
             started[-1].wait_ready()
         yield started
@@ -296,7 +297,7 @@ def run(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     made = model(folder, options.hidden)
     results: list[dict[str, Any]] = []
     other = "at-once" if options.at_once else "unbatched"
-    with servers_of(folder, scratch, other) as servers:
+    with servers_of(folder, scratch, other, options.quant) as servers:
         batched, second = (Clients(folder, server, options.processes, options.hidden) for server in servers)
         try:
             batched.together(2, 4)
@@ -329,6 +330,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=72)
     parser.add_argument("--processes", type=int, default=2, help="of clients; 2 at least")
     parser.add_argument("--hidden", type=int, default=2048, help="hidden size; a multiple of 512")
+    parser.add_argument("--quant", default="none", help="as `petalnode serve` has it")
     parser.add_argument("--at-once", action="store_true", help="compare with a server whose batches wait for nobody")
     parser.add_argument("--client", nargs=2, metavar=("MODEL", "PEER"), help=argparse.SUPPRESS)
     options = parser.parse_args()

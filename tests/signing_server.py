@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -82,47 +81,14 @@ class SigningServer:
 
         The last answer is spoiled, and its receipt says what `signed` says.
         """
-        rows = steps[0][1].shape[0]
-        opening = wire.Open(
-            protocol_version=1,
-            model_version=self.version,
-            span=wire.Span(start=self.span.start, end=self.span.end),
-            max_length=100,
-            batch=rows,
-            left_padding=left_padding,
-            codec=codec,
-            activation_dtype="float32",
-            nonce=os.urandom(16),
-        )
-        granted = wire.Granted(session_epoch=os.urandom(16), pledge=pledge_to_wire(self.pledge))
-        log = log or SessionLog(self.identity.peer_id, keeps_tensors=True)
-        log.begin(opening, granted)
-        previous = root_of(opening, self.client.peer_id, granted.session_epoch, self.pledge.hash())
-        cache = self.blocks.make_cache(rows, 100, list(left_padding) or None)
-        for sequence, (position, hidden, reorder) in enumerate(steps, 1):
-            tensor, payload = encode(hidden, codec)
-            step = wire.Step(sequence=sequence, position=position, reorder=reorder, route_epoch=1)
-            if position < cache.length:
-                cache.rollback(position)
-            if reorder:
-                cache.reorder(reorder)
-            output = self._computed(decode(tensor, payload), cache)
-            last = sequence == len(steps)
-            _, answer = encode(spoil(output) if last else output, codec)
-            receipt = self.receipt(
-                nonce=opening.nonce,
-                session_epoch=granted.session_epoch,
-                sequence=sequence,
-                request_hash=hash_of_step(step, tensor, sha256(payload)),
-                reply_hash=sha256(answer),
-                previous_receipt=previous,
-            )
-            if last and signed:
-                receipt = replace(receipt, **signed).signed(self.identity)  # type: ignore[arg-type]
-            log.asked(step, tensor, payload)
-            log.answered(sequence, receipt, answer)
-            previous = receipt.hash()
-        return log
+        session = SignedSession(self, steps[0][1].shape[0], left_padding, codec, log)
+        for number, asked in enumerate(steps, 1):
+            output = self._computed(session.asked(*asked), session.cache)
+            if number < len(steps):
+                session.answered(output)
+            else:
+                session.answered(spoil(output), **signed)
+        return session.log
 
     def work(
         self,
@@ -174,3 +140,64 @@ class SigningServer:
             "time_ms": time.time_ns() // 1_000_000,
         }
         return Receipt(**usual | fields).signed(self.identity)  # type: ignore[arg-type]
+
+
+class SignedSession:
+    """A session at a server, and the client's `log` of it. Who asks computes what goes from `asked` to `answered`."""
+
+    def __init__(
+        self,
+        server: SigningServer,
+        rows: int,
+        left_padding: Sequence[int] = (),
+        codec: str = "none",
+        log: SessionLog | None = None,
+    ) -> None:
+        self.log = log or SessionLog(server.identity.peer_id, keeps_tensors=True)
+        self.cache = server.blocks.make_cache(rows, 100, list(left_padding) or None)
+        self._server = server
+        self._opening = wire.Open(
+            protocol_version=1,
+            model_version=server.version,
+            span=wire.Span(start=server.span.start, end=server.span.end),
+            max_length=100,
+            batch=rows,
+            left_padding=left_padding,
+            codec=codec,
+            activation_dtype="float32",
+            nonce=os.urandom(16),
+        )
+        granted = wire.Granted(session_epoch=os.urandom(16), pledge=pledge_to_wire(server.pledge))
+        self.log.begin(self._opening, granted)
+        self._epoch = granted.session_epoch
+        self._last = root_of(self._opening, server.client.peer_id, self._epoch, server.pledge.hash())
+        self._sequence = 0
+        self._request_hash = b""
+
+    def asked(self, position: int, hidden: torch.Tensor, reorder: Sequence[int] = ()) -> torch.Tensor:
+        """The next step's input as it arrives; the cache is where the step starts."""
+        self._sequence += 1
+        tensor, payload = encode(hidden, self._opening.codec)
+        step = wire.Step(sequence=self._sequence, position=position, reorder=reorder, route_epoch=1)
+        if position < self.cache.length:
+            self.cache.rollback(position)
+        if reorder:
+            self.cache.reorder(reorder)
+        self._request_hash = hash_of_step(step, tensor, sha256(payload))
+        self.log.asked(step, tensor, payload)
+        return decode(tensor, payload)
+
+    def answered(self, output: torch.Tensor, **signed: object) -> None:
+        """Signs the answer to that step. The receipt says what `signed` says."""
+        _, answer = encode(output, self._opening.codec)
+        fields = {
+            "nonce": self._opening.nonce,
+            "session_epoch": self._epoch,
+            "sequence": self._sequence,
+            "request_hash": self._request_hash,
+            "reply_hash": sha256(answer),
+            "previous_receipt": self._last,
+        }
+        receipt = self._server.receipt(**fields | signed)
+        self.log.answered(self._sequence, receipt, answer)
+        self._last = receipt.hash()

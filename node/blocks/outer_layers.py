@@ -134,7 +134,7 @@ class OuterLayers:
         if isinstance(matrix, TiledMatrix) and output.bias is None:
             flat = normed.reshape(-1, normed.shape[-1]).contiguous()
             if flat.dtype == torch.float32 and len(flat) <= MOST_ROWS and not torch.is_grad_enabled():
-                return matrix.few(flat).view(*normed.shape[:-1], -1)
+                return matrix.by_kernels(flat).view(*normed.shape[:-1], -1)
         logits: torch.Tensor = output(normed)
         return logits
 

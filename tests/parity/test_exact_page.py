@@ -61,9 +61,37 @@ def packed(x: Floats, codes: Floats, scales: Floats, offsets: Floats | None) -> 
     return sums
 
 
+def packed_bytes(x: Floats, codes: Floats, scales: Floats, offsets: Floats) -> Floats:
+    """The same with rounded x, and codes 0 .. 15."""
+    blocks = x.reshape(-1, 32)
+    largest = np.abs(blocks).max(axis=1)
+    own, steps = rounded(blocks * (one(127) / largest)[:, None]), largest / one(127)
+    sums = np.zeros(len(codes), np.float32)
+    for block, (row, step) in enumerate(zip(own, steps, strict=True)):
+        whole = codes[:, 32 * block : 32 * block + 32] @ row  # to the bit: whole numbers below 2 ** 24
+        sums = sums + (scales[:, block] * step) * whole
+        sums = sums + offsets[:, block] * (step * row.sum())
+    return sums
+
+
+def rounded(x: Floats) -> Floats:
+    return (x + one(1.5 * 2**23)) - one(1.5 * 2**23)
+
+
+def held(x: Floats, form: str) -> Floats:
+    """What keys or values [heads, DIM] are held as."""
+    if form == "bfloat16":
+        return torch.from_numpy(x).to(torch.bfloat16).float().numpy()
+    if form == "int8":
+        scale = np.abs(x).max(axis=1, keepdims=True) / one(127)
+        up = ((scale.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
+        return rounded(x / up) * up
+    return x
+
+
 def exponential(x: Floats) -> Floats:
     x = np.clip(x, one(-87), one(88))
-    n = (x * one(1.44269504) + one(1.5 * 2**23)) - one(1.5 * 2**23)
+    n = rounded(x * one(1.44269504))
     r = x - n * one(0.693359375) + n * one(2.12194440e-4)
     p = np.full_like(r, 1.9875691500e-4)
     for next_one in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
@@ -101,7 +129,8 @@ def attended(query: Floats, keys: Floats, values: Floats) -> Floats:
 class Block:
     """A block of Llama's."""
 
-    def __init__(self, weights: dict[str, Floats], number: int) -> None:
+    def __init__(self, weights: dict[str, Floats], number: int, form: str) -> None:
+        self._form = form
         prefix = f"model.layers.{number}."
         self._weights = {key.removeprefix(prefix): held for key, held in weights.items() if key.startswith(prefix)}
         self._keys = np.zeros((0, KV_HEADS, DIM), np.float32)
@@ -113,8 +142,8 @@ class Block:
     def token(self, x: Floats) -> Floats:
         entering, position = norm(x, self._weights["input_layernorm.weight"]), len(self._keys)
         query, key, value = (self._product(f"self_attn.{name}", entering).reshape(-1, DIM) for name in "qkv")
-        self._keys = np.concatenate([self._keys, rotated(key, position)[None]])
-        self._values = np.concatenate([self._values, value[None]])
+        self._keys = np.concatenate([self._keys, held(rotated(key, position), self._form)[None]])
+        self._values = np.concatenate([self._values, held(value, self._form)[None]])
         group = HEADS // KV_HEADS
         heads = [
             attended(head, self._keys[:, index // group], self._values[:, index // group])
@@ -127,13 +156,15 @@ class Block:
         return x + self._product("mlp.down", inner)
 
 
-def test_blocks_by_the_page(tmp_path: Path, kernels: Library) -> None:
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
+def test_blocks_by_the_page(form: str, tmp_path: Path, kernels: Library) -> None:
     folder = save_tiny("llama", tmp_path / "model")
-    span = load_span(folder, Span(0, 2), device="cpu", dtype="float32", quantisation="none/exact-1")
+    kind = "none/exact-1" if form == "float32" else f"none/cache={form}/exact-1"
+    span = load_span(folder, Span(0, 2), device="cpu", dtype="float32", quantisation=kind)
     weights = load_file(folder / "model.safetensors")
     hidden = torch.randn(1, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
     given = span.forward(hidden, span.make_cache(1, TOKENS))
-    for block in (Block(weights, 0), Block(weights, 1)):
+    for block in (Block(weights, 0, form), Block(weights, 1, form)):
         hidden = torch.stack([torch.from_numpy(block.token(token.numpy())) for token in hidden[0]])[None]
     assert torch.equal(hidden, given)
 
@@ -143,11 +174,16 @@ def test_products_with_packed_weights_by_the_page(kind: str, kernels: Library) -
     out, inputs = 48, 96
     rows = stored_rows(kind, (out, inputs), np.random.default_rng(2))
     x = torch.randn(3, inputs, generator=torch.Generator().manual_seed(2))
-    given = TiledMatrix.of_stored(kind, rows, (out, inputs)).few(x)
+    matrix = TiledMatrix.of_stored(kind, rows, (out, inputs))
+    given = matrix.by_kernels(x)
+    matrix.round_rows()
+    with_rounded = matrix.by_kernels(x)
     blocks = rows.reshape(out, inputs // 32, -1)  # of halves, and of bytes with the codes of inputs k and k + 16
     halves, bytes_ = blocks[..., :-16].copy().view(np.float16).astype(np.float32), blocks[..., -16:]
     codes = np.concatenate([bytes_ & 15, bytes_ >> 4], axis=-1).reshape(out, inputs).astype(np.float32) - one(8)
     scales = halves[..., 0]
     offsets = fma(scales, one(8), halves[..., 1]) if kind == "Q4_1" else None
-    for row, expected in zip(x.numpy(), given, strict=True):
-        assert np.array_equal(packed(row, codes, scales, offsets), expected.numpy())
+    plain = halves[..., 1] if kind == "Q4_1" else scales * one(-8)
+    for row, expected, other in zip(x.numpy(), given.numpy(), with_rounded.numpy(), strict=True):
+        assert np.array_equal(packed(row, codes, scales, offsets), expected)
+        assert np.array_equal(packed_bytes(row, codes + one(8), scales, plain), other)

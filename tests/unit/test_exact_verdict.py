@@ -13,7 +13,7 @@ from petalnode.node.blocks.kernels import choice
 from petalnode.node.blocks.kernels.library import Library
 from petalnode.node.verification.judging import judge_bits
 from petalnode.node.verification.verdicts import Judge
-from tests.exact_sessions import exact_blocks, served
+from tests.exact_sessions import exact_server, served
 from tests.tiny_models import HIDDEN, save_tiny
 
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_honest_server_is_right_over_thousands_of_steps(folder: Path, kernels: Library) -> None:
-    seen = served(exact_blocks(folder), kernels, Random(1), rounds=160)
+    seen = served(exact_server(folder), kernels, Random(1), rounds=240)
     assert sum(len(one.claimed) for one in seen) > 1500
     assert {verdict.verdict for verdict in Judge(folder).verdicts(seen)} == {"ok"}
 
@@ -32,7 +32,7 @@ def test_honest_server_is_right_over_thousands_of_steps(folder: Path, kernels: L
 @pytest.mark.parametrize("codec", ["none", "bfloat16", "int8-block64"])
 def test_one_bit_convicts(folder: Path, kernels: Library, codec: str) -> None:
     random = Random(codec)
-    honest = served(exact_blocks(folder), kernels, random, rounds=6, codec=codec)
+    honest = served(exact_server(folder), kernels, random, rounds=6, codec=codec)
     lying = []
     for one in honest:
         claimed = [answer.clone() for answer in one.claimed]
@@ -52,7 +52,7 @@ def test_one_bit_convicts(folder: Path, kernels: Library, codec: str) -> None:
 
 
 def test_every_bit_of_an_answer_counts(folder: Path, kernels: Library) -> None:
-    right = served(exact_blocks(folder), kernels, Random(3), rounds=1)[0].claimed[0][:, :3]
+    right = served(exact_server(folder), kernels, Random(3), rounds=1)[0].claimed[0][:, :3]
     assert judge_bits(right.clone(), right).result == "ok"
     for value in range(right.numel()):
         for bit in range(32):
@@ -65,7 +65,7 @@ def test_every_bit_of_an_answer_counts(folder: Path, kernels: Library) -> None:
 def test_nobody_is_called_faulty_where_kernels_are_missing(
     folder: Path, kernels: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = served(exact_blocks(folder), kernels, Random(2), rounds=3)
+    honest = served(exact_server(folder), kernels, Random(2), rounds=3)
     wrong = [replace(one, claimed=tuple(1.01 * answer for answer in one.claimed)) for one in honest]
     monkeypatch.setattr(choice, "library", lambda: None)
     verdicts = Judge(folder).verdicts(honest + wrong)

@@ -2,7 +2,7 @@
  *
  * Weights are multiplied in the form in which they are held; activations stay float32, so that results are exact to
  * rounding. No dependencies. Here are the forms, what each instruction set has to offer, and the functions that Python
- * calls. products.h, tiles.h and step.h are included once for each instruction set, with ISA defined; `petalnode_select`
+ * calls. products.h, tiles.h, step.h and attention.h are included once for each instruction set, with ISA defined; `petalnode_select`
  * takes the best one that the processor has. plain.h, x86.h and arm.h have those, tiles.h products with packed weights,
  * bytes.h those of whole numbers for rows that are rounded, threads.h the threads that help, cache.h how keys and values
  * are held, ahead.h what is fetched early, pages.h what is read early, rotary.h cosines and sines; packing.h brings
@@ -70,10 +70,11 @@
 #define INTERFACE_VERSION 12 /* of this file towards library.py */
 #define MOST_ROWS 8 /* that are multiplied at a time */
 #define AHEAD 8 /* tokens, whose keys are fetched */
+#define ATTENDED 16 /* query heads of some rows, that look at the same keys at a time */
 #define PANEL 16 /* tokens, whose keys or values are opened at a time */
 #define MOST_TILES 4 /* that are multiplied at a time */
 #define GROUP (MOST_TILES * LANES) /* outputs in a piece of work */
-#define PANEL_VALUES 4096 /* of tiles, opened, that stay in the nearest cache for all rows of x */
+#define PANEL_VALUES 4096 /* of tiles, opened, or of keys, that stay in the nearest cache for all rows */
 #define OPENED_FROM 12 /* rows, for which they are opened; fewer take less time otherwise */
 #define TOGETHER_OPENED 128 /* rows that they are opened for */
 #define TOGETHER 32 /* rows that row-major weights are read once for */

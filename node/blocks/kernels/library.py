@@ -38,6 +38,7 @@ HEADERS: Final = (
     "pages.h",
     "rotary.h",
     "step.h",
+    "attention.h",
     "packing.h",
     "threads.h",
     "vectors.h",

@@ -54,200 +54,19 @@ static void NAME(activate)(int32_t activation, float *gate, const float *up, int
     }
 }
 
-/* --- attention --- */
-
-/* Rotates the two halves of the first `dim` values of a head (Su et al. 2021, as in Llama's checkpoints). */
-INLINE void NAME(rotate)(float *x, const float *cosines, const float *sines, int64_t dim) {
-    for (int64_t index = 0; index < dim / 2; index++) {
-        float low = x[index], high = x[index + dim / 2];
-        x[index] = low * cosines[index] - high * sines[index];
-        x[index + dim / 2] = high * cosines[index + dim / 2] + low * sines[index + dim / 2];
-    }
-}
-
-/* `sink`: one score more, of which nothing comes; or NULL. */
-static void NAME(softmax)(float *scores, int64_t count, const float *sink) {
-    float most = scores[0], sum = 0.0f;
-    for (int64_t index = 1; index < count; index++) most = scores[index] > most ? scores[index] : most;
-    if (sink && *sink > most) most = *sink;
-    for (int64_t index = 0; index < count; index++) scores[index] -= most;
-    exponentials(scores, count);
-    for (int64_t index = 0; index < count; index++) sum += scores[index];
-    if (sink) sum += exponential(*sink - most);
-    for (int64_t index = 0; index < count; index++) scores[index] /= sum;
-}
-
-/* What `tokens` keys or values stand for, into `panel` [tokens][dim]. */
-INLINE void NAME(open_keys)(int32_t held, const uint8_t *from, int64_t tokens, int64_t dim, float *panel) {
-    const int64_t bytes = key_bytes(held, dim);
-    for (int64_t token = 0; token < tokens; token++, from += bytes, panel += dim) {
-        for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + PANEL * bytes + line);
-        if (held == HELD_BF16) {
-            for (int64_t index = 0; index < dim; index += LANES)
-                NAME(store)(panel + index, NAME(brain)((const uint16_t *)(from + 2 * index)));
-            continue;
-        }
-        const uint8_t *scales = from + dim;
-        for (int64_t first = 0; first < dim; first += ROUND, scales += 2) {
-            V unit = NAME(set)(bits_float((uint32_t)scales[0] << 16 | (uint32_t)scales[1] << 24));
-            const int64_t end = first + ROUND < dim ? first + ROUND : dim;
-            for (int64_t index = first; index < end; index += LANES)
-                NAME(store)(panel + index, NAME(mul)(NAME(bytes)((const int8_t *)from + index), unit));
-        }
-    }
-}
-
-/* Scores of query heads with keys [tokens][dim], into scores [heads][all]. */
-INLINE void NAME(score_keys)(const float *query, int64_t heads, const float *keys, const float *values, int64_t tokens,
-                             int64_t dim, float scale, float *scores, int64_t all) {
-    for (int64_t token = 0; token < tokens; token += 4) {
-        const int64_t count = tokens - token < 4 ? tokens - token : 4;
-        for (int64_t index = 0; values && index < count * dim; index += LANES) { /* caches of many sessions are larger than the processor's */
-            __builtin_prefetch(keys + (token + AHEAD) * dim + index);
-            __builtin_prefetch(values + token * dim + index);
-        }
-        for (int64_t head = 0; head < heads; head++) {
-            const float *own = query + head * dim, *at = keys + token * dim;
-            float *into = scores + head * all + token;
-            if (count < 4) {
-                for (int64_t k = 0; k < count; k++) into[k] = NAME(dot)(own, at + k * dim, dim) * scale;
-                continue;
-            }
-            V sum[4]; /* four dot products side by side */
-            UNROLL for (int k = 0; k < 4; k++) sum[k] = NAME(zero)();
-            for (int64_t index = 0; index < dim; index += LANES) {
-                const V part = NAME(load)(own + index);
-                UNROLL for (int k = 0; k < 4; k++) sum[k] = NAME(fma)(part, NAME(load)(at + k * dim + index), sum[k]);
-            }
-            NAME(totals)(sum, scale, into);
-        }
-    }
-}
-
-/* Adds values [tokens][dim] with the shares [heads][all] to out [heads][dim]; `begins`: to nothing. A token after the
- * other, so that it is all the same where a panel ends. */
-INLINE void NAME(add_values)(const float *shares, int64_t all, int64_t heads, const float *values, int64_t tokens,
-                             int64_t dim, int begins, float *out) {
-    for (int64_t head = 0; head < heads; head++)
-        for (int64_t first = 0; first < dim; first += 4 * LANES) {
-            int parts = dim - first >= 4 * LANES ? 4 : (int)((dim - first) / LANES);
-            float *to = out + head * dim + first;
-            V sum[4];
-            UNROLL for (int part = 0; part < 4; part++)
-                sum[part] = begins || part >= parts ? NAME(zero)() : NAME(load)(to + part * LANES);
-            const float *share = shares + head * all;
-            if (parts == 4)
-                for (int64_t token = 0; token < tokens; token++) {
-                    V weight = NAME(set)(share[token]);
-                    UNROLL for (int part = 0; part < 4; part++)
-                        sum[part] = NAME(fma)(weight, NAME(load)(values + token * dim + first + part * LANES), sum[part]);
-                }
-            else
-                for (int64_t token = 0; token < tokens; token++)
-                    for (int part = 0; part < parts; part++)
-                        sum[part] = NAME(fma)(NAME(set)(share[token]),
-                                              NAME(load)(values + token * dim + first + part * LANES), sum[part]);
-            for (int part = 0; part < parts; part++) NAME(store)(to + part * LANES, sum[part]);
-        }
-}
-
-static void NAME(soften)(float *scores, int64_t heads, int64_t tokens, float softcap, const float *sinks) {
-    const int64_t all = softcap > 0.0f ? heads * tokens : 0;
-    for (int64_t index = 0; index < all; index++) scores[index] = 2.0f * (scores[index] / softcap);
-    exponentials(scores, all);
-    for (int64_t index = 0; index < all; index++) scores[index] = softcap * tangent_of(scores[index]);
-    for (int64_t head = 0; head < heads; head++) NAME(softmax)(scores + head * tokens, tokens, sinks ? sinks + head : NULL);
-}
-
-/* Query heads of one row over keys and values of one head, `tokens` of each as they are held; `scores`: heads * tokens, and
- * a panel behind them. */
-INLINE void NAME(attend)(const struct shape *s, const float *query, int64_t heads, const uint8_t *keys,
-                         const uint8_t *values, int64_t tokens, float scale, const float *sinks, float *scores, float *out) {
-    const int64_t dim = s->head_dim, bytes = key_bytes(s->held, dim);
-    if (s->held == HELD_F32) {
-        NAME(score_keys)(query, heads, (const float *)keys, (const float *)values, tokens, dim, scale, scores, tokens);
-        NAME(soften)(scores, heads, tokens, s->softcap, sinks);
-        NAME(add_values)(scores, tokens, heads, (const float *)values, tokens, dim, 1, out);
-        return;
-    }
-    float *panel = scores + heads * tokens;
-    for (int64_t first = 0; first < tokens; first += PANEL) {
-        const int64_t count = tokens - first < PANEL ? tokens - first : PANEL;
-        NAME(open_keys)(s->held, keys + first * bytes, count, dim, panel);
-        NAME(score_keys)(query, heads, panel, NULL, count, dim, scale, scores + first, tokens);
-    }
-    NAME(soften)(scores, heads, tokens, s->softcap, sinks);
-    for (int64_t first = 0; first < tokens; first += PANEL) {
-        const int64_t count = tokens - first < PANEL ? tokens - first : PANEL;
-        NAME(open_keys)(s->held, values + first * bytes, count, dim, panel);
-        NAME(add_values)(scores + first, tokens, heads, panel, count, dim, !first, out);
-    }
-}
-
-/* What the phases of a step share. `scores`: of each thread. */
+/* What the phases of a step share. `scores`: of each thread; `together`: rows in a piece of attention. */
 struct NAME(state) {
     const struct shape *s;
     const struct block *b;
     const struct matrix *following; /* the next block's first one */
     const struct row *rows;
-    int64_t number, index, score_count, threads, several;
+    int64_t number, index, score_count, threads, several, together;
     const float *cosines, *sines;
     float *hidden, *normed, *added, *query, *key, *value, *attended, *gate, *up, *sums, *scores;
     int64_t *counts;
 };
 
-/* A piece of attention: one head of keys and values of one row, and the query heads that share it. */
-struct NAME(heads) {
-    const struct row *row;
-    int64_t group, bytes, half; /* of the cache: of a key, and of all keys or values */
-    float *query, *key, *value, *attended;
-    uint8_t *keys; /* the row's own, from its first token on */
-};
-
-INLINE struct NAME(heads) NAME(heads_of)(const struct NAME(state) *w, int64_t piece) {
-    const struct shape *s = w->s;
-    const int64_t dim = s->head_dim, group = s->heads / s->kv_heads, r = piece / s->kv_heads, head = piece % s->kv_heads;
-    const struct row *row = w->rows + r;
-    const int64_t bytes = key_bytes(s->held, dim), half = row->batch * s->kv_heads * row->max_length * bytes;
-    const int64_t queries = (r * s->heads + head * group) * dim, own = (r * s->kv_heads + head) * dim;
-    return (struct NAME(heads)){row, group, bytes, half, w->query + queries, w->key + own, w->value + own, w->attended + queries,
-                                row->memory + 2 * w->index * half + (row->row * s->kv_heads + head) * row->max_length * bytes};
-}
-
-/* Turns the queries and the key by the row's position, and holds key and value. */
-static void NAME(hold_piece)(const void *job, int64_t piece, int64_t thread) {
-    const struct NAME(state) *w = job;
-    const struct shape *s = w->s;
-    const struct block *b = w->b;
-    const struct NAME(heads) h = NAME(heads_of)(w, piece);
-    const int64_t dim = s->head_dim, turned = s->rotary_dim, place = (b->rotary * w->number + piece / s->kv_heads) * turned;
-    const float *cosine = w->cosines + place, *sine = w->sines + place;
-    (void)thread;
-    for (int64_t q = 0; q < h.group; q++) {
-        if (b->query_norm) NAME(rms_norm)(h.query + q * dim, b->query_norm, dim, s->eps, h.query + q * dim);
-        NAME(rotate)(h.query + q * dim, cosine, sine, turned);
-    }
-    if (b->key_norm) NAME(rms_norm)(h.key, b->key_norm, dim, s->eps, h.key);
-    NAME(rotate)(h.key, cosine, sine, turned);
-    hold_key(s->held, h.key, dim, h.keys + h.row->length * h.bytes);
-    hold_key(s->held, h.value, dim, h.keys + h.half + h.row->length * h.bytes);
-}
-
-static void NAME(attend_piece)(const void *job, int64_t piece, int64_t thread) {
-    const struct NAME(state) *w = job;
-    const struct block *b = w->b;
-    const struct NAME(heads) h = NAME(heads_of)(w, piece);
-    const int64_t length = h.row->length;
-    int64_t first = h.row->padding < length ? h.row->padding : length;
-    if (b->window && length + 1 - b->window > first) first = length + 1 - b->window;
-    NAME(attend)(w->s, h.query, h.group, h.keys + first * h.bytes, h.keys + h.half + first * h.bytes, length + 1 - first,
-                 b->scale, b->sinks ? b->sinks + piece % w->s->kv_heads * h.group : NULL, w->scores + thread * w->score_count, h.attended);
-}
-
-static void NAME(attention_piece)(const void *job, int64_t piece, int64_t thread) {
-    NAME(hold_piece)(job, piece, thread);
-    NAME(attend_piece)(job, piece, thread);
-}
+#include "attention.h"
 
 /* --- linear layers, and what follows them piece by piece --- */
 
@@ -348,7 +167,7 @@ static void NAME(route)(const struct shape *s, const struct block *b, float *sha
     const int64_t all = b->experts;
     int64_t picked[MOST_CHOSEN];
     float own[MOST_CHOSEN], total = 0.0f;
-    if (s->routing == ROUTING_SOFTMAX) NAME(softmax)(share, all, NULL);
+    if (s->routing == ROUTING_SOFTMAX) NAME(softmax)(share, 1, all, NULL);
     else if (s->routing == ROUTING_SIGMOID)
         for (int64_t e = 0; e < all; e++) share[e] = 1.0f / (1.0f + exponential(-share[e]));
     for (int64_t e = 0; e < all; e++) choice[e] = b->favours ? share[e] + b->favours[e] : share[e];
@@ -436,7 +255,7 @@ static void NAME(one_block)(const struct NAME(state) *w, const struct change *ch
     NAME(adapt)(w, changes, changed, LAYER_VALUE, w->normed, w->value);
     if (w->several) { /* a token looks at those before it that are computed beside it */
         do_pieces(w->threads, NAME(hold_piece), w, number * s->kv_heads);
-        do_pieces(w->threads, NAME(attend_piece), w, number * s->kv_heads);
+        do_pieces(w->threads, NAME(attend_piece), w, (number + w->together - 1) / w->together * s->kv_heads);
     } else do_pieces(w->threads, NAME(attention_piece), w, number * s->kv_heads);
     int apart = b->attention_norm || changed; /* the sum with `hidden` waits for all outputs */
     NAME(linear)(w, (struct NAME(linears)){.m = {&b->output}, .x = w->attended, .rows = number, .count = 1,
@@ -474,7 +293,8 @@ static void NAME(one_block)(const struct NAME(state) *w, const struct change *ch
 static void NAME(step)(const struct step *t, int64_t threads) {
     const struct shape *s = t->shape;
     const int64_t number = t->number, wide = most(s->heads * s->head_dim, s->hidden), narrow = s->kv_heads * s->head_dim;
-    struct NAME(state) w = {.s = s, .rows = t->rows, .number = number, .threads = threads, .several = t->several, .cosines = t->cosines,
+    struct NAME(state) w = {.s = s, .rows = t->rows, .number = number, .threads = threads, .several = t->several,
+                            .together = t->several ? most(ATTENDED * s->kv_heads / s->heads, 1) : 1, .cosines = t->cosines,
                             .sines = t->sines, .hidden = t->hidden, .counts = t->counts,
                             .score_count = own_count(s, t->score_count)};
     w.normed = t->scratch;

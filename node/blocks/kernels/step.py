@@ -38,6 +38,8 @@ _HELD: Final[dict[CacheDtype, int]] = {"auto": 0, "float32": 0, "bfloat16": 1, "
 """As `enum held` counts them."""
 _TOGETHER: Final = 128
 """Rows that are computed at once, where there are more: their memory is bounded, and the bits are the same."""
+_ATTENDED: Final = 16
+"""As in kernels.c."""
 _FORM_F32: Final = 0
 _FORM_F32_COLUMNS: Final = 10
 _ROUTING: Final = {"gpt_oss": 1, "glm4_moe": 2, "dots1": 2}
@@ -186,7 +188,7 @@ class SpanStep:
         group = self._blocks[0].query.out // (self._shape.kv_heads * self._shape.head_dim)
         experts = max(block.experts for block in self._blocks)
         adapted = max((change.rows * (change.down.out + change.up.out) for change in changes), default=0)
-        return int(max(group * (longest + LANES), (rows + 1) * experts, adapted))
+        return int(max(max(group, _ATTENDED) * (longest + LANES), (rows + 1) * experts, adapted))
 
     def _rotations(self, positions: torch.Tensor) -> torch.Tensor:
         """Cosines and sines [2, tables, rows, rotated dim] of int64 [rows]."""

@@ -235,19 +235,14 @@ INLINE void NAME(panel_product)(const struct panel *p, int tiles, int rows, cons
             return;
         }
         UNROLL for (int t = 0; t < tiles; t++) {
-            const V scale = NAME(load)(p->scales + (number * tiles + t) * LANES);
-            UNROLL for (int r = 0; r < rows; r++) {
-                float *at = totals + (r * tiles + t) * LANES;
-                NAME(store)(at, NAME(fma)(scale, part[t][r], p->goes_on ? NAME(zero)() : NAME(load)(at)));
-            }
-        }
-        if (!p->offset) continue;
-        UNROLL for (int t = 0; t < tiles; t++) {
-            const V add = NAME(load)(p->offsets + (number * tiles + t) * LANES);
+            const int64_t held = (number * tiles + t) * LANES;
+            const V scale = NAME(load)(p->scales + held), add = NAME(load)(p->offsets + held);
             UNROLL for (int r = 0; r < rows; r++) {
                 const float *of = sums + (r * in + place) / LANES;
                 float *at = totals + (r * tiles + t) * LANES;
-                NAME(store)(at, NAME(fma)(add, NAME(set)(wide ? of[0] + of[1] : of[0]), NAME(load)(at)));
+                V total = NAME(fma)(scale, part[t][r], p->goes_on ? NAME(zero)() : NAME(load)(at));
+                if (p->offset) total = NAME(fma)(add, NAME(set)(wide ? of[0] + of[1] : of[0]), total);
+                NAME(store)(at, total);
             }
         }
     }

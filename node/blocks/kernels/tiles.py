@@ -30,13 +30,14 @@ from ..quantisation.matrix import (
     pieces,
 )
 from ..quantisation.rounding import ROUNDED_TOGETHER, rounded
-from .library import Library, Matrix, library, usable_threads
+from .library import MOST_THREADS, Library, Matrix, library, usable_threads
 
 LANES: Final = 16
 _SUPER: Final = 256
 """Inputs that share the scale of their scales."""
 MOST_ROWS: Final = 32
-"""Of values for which the kernels are made; more are multiplied by torch with dequantised weights."""
+"""Of values, for more of which torch takes less time with weights of 16 and 32 bits, or with more threads than the
+kernels have."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ FORMS: Final = {
     "bf16": Form(1, 16, 0, torch.bfloat16),
     "f16": Form(2, 16, 0, torch.float16),
 }
-_WORTH_THREADS: Final = 1 << 20  # weights; fewer take less time than waking a thread
+_WORTH_THREADS: Final = 1 << 20  # weights times rows; fewer take less time than waking a thread
 STORED: Final[Mapping[str, tuple[int, str, int, int]]] = {
     "Q4_0": (2, "q4_half", 32, 18),
     "Q4_1": (3, "q4", 32, 20),
@@ -254,21 +255,21 @@ class TiledMatrix(QuantisedMatrix):
         return panel[:, start - first * LANES : end - first * LANES].t().to(dtype)
 
     def product(self, values: torch.Tensor) -> torch.Tensor:
-        rounds = bool(self.described.rounds)
-        if len(values) > MOST_ROWS and not self._by_bytes:
+        torch_is_quicker = FORMS[self.form].bits == 16 or torch.get_num_threads() > MOST_THREADS
+        if len(values) > MOST_ROWS and torch_is_quicker and not self._by_bytes:
+            rounds = bool(self.described.rounds)
             return self.product_in_pieces(rounded(values.float()).to(values.dtype) if rounds else values)
-        return self.few(values.to(torch.float32).contiguous()).to(values.dtype)
+        return self.by_kernels(values.to(torch.float32).contiguous()).to(values.dtype)
 
-    def few(self, values: torch.Tensor) -> torch.Tensor:
-        """`product` of up to `MOST_ROWS` rows of float32, contiguous; of any number where rows are rounded and their
-        products are sums of whole numbers. Other threads of Python can run for as long as the kernel does, and none
-        before it.
+    def by_kernels(self, values: torch.Tensor) -> torch.Tensor:
+        """`product` of rows of float32, contiguous. Other threads of Python can run for as long as the kernel does, and
+        none before it.
         """
         output = np.empty((len(values), self.shape[0]), np.float32)  # torch would let others run
         scratch = np.empty(
             len(values) * (2 * self.shape[1] if self.described.rounds else self.shape[1] // LANES), np.float32
         )
-        threads = usable_threads() if self.shape[0] * self.shape[1] >= _WORTH_THREADS else 1
+        threads = usable_threads() if output.size * self.shape[1] >= _WORTH_THREADS else 1
         places = values.data_ptr(), len(values), output.ctypes.data, scratch.ctypes.data
         self._functions.petalnode_multiply(self._by_reference, *places, threads)
         return torch.from_numpy(output)

@@ -126,23 +126,26 @@ static int64_t product(int number, struct effort effort) {
     return done;
 }
 
-/* A block's matrix of any form that blocks have. */
+/* A block's matrix of any form that blocks have and rows of `in` fit. */
 static struct matrix layer(int64_t out, int64_t in, int64_t rounds, int with_bias) {
-    int form = ALL_FORMS[below(COUNT(ALL_FORMS))];
+    int form;
+    do form = ALL_FORMS[below(COUNT(ALL_FORMS))];
+    while (in % (SUPER_SCALES(form) ? SUPER : 64));
     struct matrix m = matrix(form == FORM_F32_COLUMNS ? FORM_F32 : form, out, in, 0, with_bias);
     m.rounds = rounds;
     return m;
 }
 
 /* So many tokens of each session, the first of which begins with a few at once, through two blocks of any family; how
- * many steps of a session that were. */
-static int64_t steps(int64_t sessions, int64_t tokens, int64_t most_threads) {
+ * many steps of a session that were. `narrow`: a quarter as wide, too narrow for scales of scales. */
+static int64_t steps(int64_t sessions, int64_t tokens, int64_t most_threads, int narrow) {
     enum { BLOCKS = 2, SESSIONS = 3, LONGEST = 40, PROMPT = 5 };
-    const int64_t heads = 2 << below(2), dim = 32 << below(2), shared = 1 << below(2), hidden = 256, inner = 256 << below(2);
+    const int64_t hidden = narrow ? 64 : 256;
+    const int64_t heads = 2 << below(2), dim = (narrow ? 16 : 32) << below(2), shared = 1 << below(2), inner = hidden << below(2);
     const int64_t held = below(3), kv = heads / shared, experts = below(3) ? 0 : 4, biased = below(2), rounds = below(4) == 0;
     const int64_t in_turns = experts && below(2), shared_one = experts && below(2);
     const int64_t turned = below(2) ? dim : dim / 2, gated = experts || below(4), activation = 1 + below(2);
-    struct shape shape = {.hidden = 256, .heads = (int32_t)heads, .kv_heads = (int32_t)kv, .head_dim = (int32_t)dim,
+    struct shape shape = {.hidden = (int32_t)hidden, .heads = (int32_t)heads, .kv_heads = (int32_t)kv, .head_dim = (int32_t)dim,
                           .inner = (int32_t)(in_turns ? 2 * inner : inner), .rotary_dim = (int32_t)turned, .activation = (int32_t)activation,
                           .chosen = 2, .shares_add_up = (int32_t)below(2), .held = (int32_t)held, .eps = 1e-6f,
                           .softcap = below(3) ? 0.0f : 30.0f, .routing = (int32_t)below(3),
@@ -214,7 +217,7 @@ EXPORT void petalnode_vectors(uint64_t seed, int64_t matrices, int64_t rounds, u
     begin(seed);
     for (int64_t done = 0; done < matrices; done++) product((int)(done % COUNT(ALL_FORMS)), once);
     found[0] = digest;
-    for (int64_t done = 0; done < rounds; done++) steps(2, 9, 2);
+    for (int64_t done = 0; done < rounds; done++) steps(2, 9, 2, 0);
     found[1] = digest;
 }
 
@@ -227,6 +230,6 @@ EXPORT void petalnode_many(uint64_t seed, int64_t products, int64_t wanted, uint
         done += product((int)(number % COUNT(ALL_FORMS)), effort);
     }
     found[0] = digest;
-    for (int64_t done = 0, number = 0; done < wanted; number++) done += steps(3, 33, 1 + (number % 8 == 0));
+    for (int64_t done = 0, number = 0; done < wanted; number++) done += steps(3, 33, 1 + (number % 8 == 0), number % 8 != 0);
     found[1] = digest;
 }
