@@ -28,7 +28,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "run": (),
     "dev": ("dev",),
     "docs": ("docs",),
-    "more": ("traces", "benchmarks"),
+    "more": ("traces", "benchmarks", "webrtc"),
     "compat": ("dev",),
     "zig": (),
 }

@@ -16,6 +16,8 @@ export interface JoinOptions {
   peers?: string[]
   link?: string
   swarmKey?: string
+  /** More of libp2p's transports than TCP, WebSocket and relays: `webRTC()` of petalnode-client/webrtc. Private swarms have none. */
+  transports?: unknown[]
   signal?: AbortSignal
 }
 

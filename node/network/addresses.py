@@ -24,6 +24,7 @@ MAX_TEXT: Final = 512
 """Characters of a multiaddr: the longest that are used, circuits with two peer ids and a name, have 380."""
 TRANSPORTS: Final = ((), ("ws",), ("tls", "ws"), ("tls", "sni", "ws"), ("wss",))
 """What follows the port: nothing for plain TCP, else WebSocket, all but the first under TLS."""
+_WEBRTC: Final = ("udp", "webrtc-direct", "certhash")
 _EXAMPLE: Final = "/ip4/203.0.113.7/tcp/31330/p2p/12D3KooW..."
 _EXAMPLES: Final = {"listen": "/ip4/0.0.0.0/tcp/31330", "announce": "/ip4/203.0.113.7/tcp/31330"}
 """Addresses of this node, by the option: they have no peer id."""
@@ -68,10 +69,11 @@ def parse_own(text: str, what: str) -> Multiaddr:
     addr = _parse(text, example)
     values = _values(addr)
     addr = without_peer(addr)
-    _check_transport(text, addr, example)
+    if not is_webrtc(addr):
+        _check_transport(text, addr, example)
     if what == "listen" and (not {"ip4", "ip6"} & set(values) or "sni" in values):
         raise BadInput(f"the listen address {text!r} needs an IP address, and no name, such as {example}")
-    if what == "announce" and (_is_unspecified(addr) or values.get("tcp") == "0"):
+    if what == "announce" and (_is_unspecified(addr) or "0" in (values.get("tcp"), values.get("udp"))):
         raise BadInput(f"the announced address {text!r} is none that others could reach")
     return addr
 
@@ -93,9 +95,9 @@ def _fault(text: str) -> str:
         return "it does not begin with a slash"
     while parts:
         name = parts.pop(0)
-        if name in ("p2p-circuit", "ws", "wss", "tls"):
+        if name in ("p2p-circuit", "ws", "wss", "tls", "webrtc-direct"):
             continue
-        if name not in (*_HOSTS, "tcp", "p2p", "sni"):
+        if name not in (*_HOSTS, "tcp", "p2p", "sni", "udp", "certhash"):
             return (
                 f"{name!r} is none of its parts, which are {', '.join(_HOSTS)}, tcp, tls, ws, wss, p2p and p2p-circuit"
             )
@@ -105,7 +107,7 @@ def _fault(text: str) -> str:
         try:
             _READERS.get(name, str)(value)
         except ValueError:
-            kind = {"ip4": "IPv4 address", "ip6": "IPv6 address", "tcp": "port"}.get(name, "peer id")
+            kind = {"ip4": "IPv4 address", "ip6": "IPv6 address", "tcp": "port", "udp": "port"}.get(name, "peer id")
             return f"{value!r} is no {kind}"
     return "it cannot be read"
 
@@ -120,6 +122,7 @@ _READERS: Final[dict[str, Callable[[str], object]]] = {
     "ip4": IPv4Address,
     "ip6": IPv6Address,
     "tcp": _port,
+    "udp": _port,
     "p2p": peer_id_to_bytes,
 }
 
@@ -157,6 +160,12 @@ def transport_of(addr: Multiaddr) -> tuple[str, ...] | None:
     names = tuple(protocol.name for protocol in addr.protocols())
     known = names[:1] and names[0] in _HOSTS and names[1:2] == ("tcp",) and names[2:] in TRANSPORTS
     return names[2:] if known else None
+
+
+def is_webrtc(addr: Multiaddr) -> bool:
+    """Whether browsers reach it by WebRTC-direct: an IP address without /p2p, with or without a certificate's hash."""
+    names = tuple(protocol.name for protocol in addr.protocols())
+    return names[:1] in (("ip4",), ("ip6",)) and names[1:] in (_WEBRTC[:2], _WEBRTC)
 
 
 def _is_unspecified(addr: Multiaddr) -> bool:
@@ -228,9 +237,9 @@ def dialable_among(addrs: Iterable[bytes]) -> list[Multiaddr]:
 
 
 def port_of(addr: Multiaddr) -> tuple[socket.AddressFamily, int]:
-    """The family and the TCP port of an IP address."""
+    """The family and the port of an IP address."""
     values = _values(addr)
-    return socket.AF_INET6 if "ip6" in values else socket.AF_INET, int(values["tcp"])
+    return socket.AF_INET6 if "ip6" in values else socket.AF_INET, int(values.get("udp") or values["tcp"])
 
 
 def ip_of(addr: Multiaddr) -> IPv4Address | IPv6Address | None:

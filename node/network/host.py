@@ -26,13 +26,13 @@ from multiaddr import Multiaddr
 from ...crypto.identity import Identity
 from ..errors import MachineError
 from ..version import __version__
-from .addresses import concrete, dialable, ip_of, is_loopback, port_of
+from .addresses import concrete, dialable, host_of, ip_of, is_loopback, is_webrtc, port_of
 from .shares import origin_of_ip
 from .standard_protocols import IDENTIFY_PUSH, PING, answer_pings, identify, keep_identified, take_pushes
 from .transport.address_book import AnnouncementSources
 from .transport.bandwidth import Bandwidth
-from .transport.connections import NEGOTIATION, CircuitDialer, Network, path_of, reason_of
-from .transport.negotiation import OneAnswer, OneRoundTrip
+from .transport.connections import NEGOTIATION, CircuitDialer, Network, path_of
+from .transport.negotiation import OneAnswer, OneRoundTrip, reason_of
 from .transport.raw_connection import Path, PromptSockets, RawConnection, SocketConnection, remote_multiaddr
 from .transport.stream_bytes import CircuitConnection, Connection, StreamBytes
 from .transport.websocket import Certificate
@@ -103,8 +103,8 @@ class Host:
         self._addresses.withheld = frozenset(addrs)
 
     def listen_ports(self) -> list[tuple[socket.AddressFamily, int]]:
-        """The ports that are listened on, each with its family (AF_INET or AF_INET6)."""
-        return [port_of(addr) for addr in self.libp2p.get_transport_addrs()]
+        """The TCP ports that are listened on, each with its family (AF_INET or AF_INET6)."""
+        return [port_of(addr) for addr in self.libp2p.get_transport_addrs() if not is_webrtc(addr)]
 
     def remember(self, peer_id: str, addrs: Sequence[str]) -> None:
         """Keeps addresses of a peer, direct ones and circuits, for the next dial. Those of no use are left out.
@@ -364,9 +364,9 @@ class _Addresses:
         self.withheld: frozenset[Multiaddr] = frozenset()
 
     def __call__(self, listening: list[Multiaddr]) -> list[Multiaddr]:
-        """The addresses to give, without /p2p, of a node that listens there."""
+        """The addresses to give, without /p2p, of a node that listens there; those that nodes do not dial, last."""
         own = [addr for addr in concrete(listening) if addr not in self.withheld]
-        return list(dict.fromkeys((*self._announce, *self.extra, *own)))
+        return sorted(dict.fromkeys((*self._announce, *self.extra, *own)), key=is_webrtc)
 
 
 @contextlib.asynccontextmanager
@@ -394,8 +394,9 @@ async def open_host(
         _check_free(addr)
     on_loopback = bool(listen) and all(is_loopback(addr) for addr in (*listen, *announce))
     bandwidth = Bandwidth.of(max_upload, max_download)
-    network = Network(identity, psk, bandwidth, on_loopback=on_loopback, certificate=certificate)
-    addresses = _Addresses(announce)
+    webrtc = any(map(is_webrtc, listen))
+    network = Network(identity, psk, bandwidth, on_loopback=on_loopback, certificate=certificate, webrtc=webrtc)
+    addresses = _Addresses([network.with_certificate(addr) for addr in announce])
     libp2p = _Libp2pHost(network, addresses)
     libp2p.multiselect = OneAnswer(libp2p.multiselect.handlers)
     libp2p.multiselect_client = OneRoundTrip()
@@ -435,12 +436,11 @@ async def _guarded(serve_stream: StreamHandlerFn, stream: NetStream) -> None:
 
 def _check_free(addr: Multiaddr) -> None:
     """libp2p listens with SO_REUSEPORT: a second node on a port would silently get half of the connections."""
-    values = {protocol.name: value for protocol, value in addr.items()}
-    family = socket.AF_INET6 if "ip6" in values else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    family, port = port_of(addr)
+    with socket.socket(family, socket.SOCK_DGRAM if is_webrtc(addr) else socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((values.get("ip6") or values["ip4"], int(values["tcp"])))
+            probe.bind((host_of(addr), port))
         except OSError as error:
             advice = {
                 errno.EADDRINUSE: "stop the node that uses the port, or choose another one (0 takes a free one)",

@@ -21,7 +21,7 @@ from multiaddr import Multiaddr
 
 from ...crypto.canonical import digest
 from ..errors import BadInput
-from .addresses import concrete, ip_of, is_circuit, own_networks, parse_peer, port_of
+from .addresses import concrete, ip_of, is_circuit, is_webrtc, own_networks, parse_peer, port_of
 
 if TYPE_CHECKING:
     from zeroconf import ServiceInfo
@@ -56,7 +56,7 @@ def announceable(addrs: Iterable[str]) -> list[str]:
     networks = own_networks()
     found = []
     for addr in map(Multiaddr, addrs):
-        host = None if is_circuit(addr) else ip_of(addr)
+        host = None if is_circuit(addr) or is_webrtc(addr) else ip_of(addr)
         if host is not None and not host.is_loopback and any(host in network for network in networks):
             found.append(str(addr))
     return found[:_MAX_ADDRS]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pathlib
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Final
+
+from multiaddr import Multiaddr
 
 from ...crypto.identity import Identity
 from ...crypto.swarm_key import SwarmKeyError, check_swarm_key
 from ..errors import BadInput
-from ..network.addresses import parse_own, parse_peer, transport_of
+from ..network.addresses import is_webrtc, parse_own, parse_peer, transport_of
 from ..network.nat.relay import RelayLimits
 from ..network.transport.websocket import Certificate
 from ..trust.store import TrustStore
@@ -52,6 +55,19 @@ class SwarmConfig:
     gossip: bool = False
 
 
+def _check_webrtc(addr: Multiaddr, config: SwarmConfig) -> None:
+    """
+    Raises:
+        BadInput: this node cannot listen there.
+    """
+    if config.psk is not None:
+        raise BadInput(f"the listen address {addr} is of no use: there is no WebRTC in private swarms")
+    if find_spec("aiortc") is None:
+        raise BadInput(f"the listen address {addr} needs aiortc: pip install 'petalnode[webrtc]'")
+    if "certhash" in str(addr):
+        raise BadInput(f"the listen address {addr} ends with /webrtc-direct: the node adds its certificate's hash")
+
+
 def checked(config: SwarmConfig) -> dict[str, Any]:
     """The part of it that is the host's, parsed.
 
@@ -72,6 +88,8 @@ def checked(config: SwarmConfig) -> dict[str, Any]:
     for addr, socket in zip(listen, sockets, strict=True):
         if socket[3] != "0" and sockets.count(socket) > 1:
             raise BadInput(f"the listen address {addr} has the port of another one: each transport needs its own")
+        if is_webrtc(addr):
+            _check_webrtc(addr, config)
         if config.tls is None and set(transport_of(addr) or ()) & {"tls", "wss"}:
             raise BadInput(f"the listen address {addr} needs --tls-certificate and --tls-key")
     return {

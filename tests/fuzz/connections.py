@@ -31,10 +31,9 @@ from petalnode.node.network.nat.autonat import DialBackService, local_endpoints
 from petalnode.node.network.nat.circuits import Circuits
 from petalnode.node.network.nat.hole_punching import HolePuncher
 from petalnode.node.network.nat.relay import RelayLimits, RelayService
-from petalnode.node.network.transport.connections import reason_of
 from petalnode.node.network.transport.limits import NodeLimits
 from petalnode.node.network.transport.muxed_stream import ACK, DATA, FIN, HEADER, PING, RST, SYN, WINDOW_UPDATE
-from petalnode.node.network.transport.negotiation import question
+from petalnode.node.network.transport.negotiation import question, reason_of
 from petalnode.node.network.transport.raw_connection import Path
 from petalnode.node.network.transport.websocket import accept
 from petalnode.node.network.transport.yamux import Muxer

@@ -1,10 +1,10 @@
 """A tab of a browser that does what it is told, in the network namespace that it is started in.
 
-    python -m tests.interop.browser '{"kind": "chromium" or "firefox", "insecure": false}'
+    python -m tests.interop.browser '{"kind": "chromium" or "firefox", "insecure": false, "arguments": []}'
 
-`insecure`: it takes any certificate, as if a person had agreed. Chromium is driven by playwright, Firefox by WebDriver
-BiDi, which Debian's speaks without a driver beside it. On standard input it takes {"number", "do", "with"} for the
-methods of a tab, and answers {"number", "result" or "error"}.
+`insecure`: it takes any certificate, as if a person had agreed. `arguments` are of Chromium's command line. Chromium
+is driven by playwright, Firefox by WebDriver BiDi, which Debian's speaks without a driver beside it. On standard input
+it takes {"number", "do", "with"} for the methods of a tab, and answers {"number", "result" or "error"}.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -71,10 +71,11 @@ class Chromium:
 
 
 @contextmanager
-def chromium(insecure: bool) -> Iterator[Tab]:
+def chromium(insecure: bool, arguments: Sequence[str]) -> Iterator[Tab]:
     with sync_playwright() as playwright:
         found = shutil.which("chromium")
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"], timeout=1000 * LONG)
+        arguments = ["--no-sandbox", *arguments]
+        browser = playwright.chromium.launch(executable_path=found, args=arguments, timeout=1000 * LONG)
         try:
             size = {"width": SIZE[0], "height": SIZE[1]}
             yield Chromium(browser.new_page(viewport=size, ignore_https_errors=insecure))  # type: ignore[arg-type]
@@ -167,7 +168,7 @@ def _url_of(request: dict[str, Any]) -> str:
 
 
 @contextmanager
-def firefox(insecure: bool) -> Iterator[Tab]:
+def firefox(insecure: bool, _: Sequence[str]) -> Iterator[Tab]:
     with tempfile.TemporaryDirectory() as profile:
         command = ["firefox-esr", "--headless", "--no-remote", "--profile", profile, "--remote-debugging-port", "0"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -191,7 +192,7 @@ KINDS: Final = {"chromium": chromium, "firefox": firefox}
 def main(options: dict[str, Any]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the browser ends as well
     with ExitStack() as stack:
-        tab = stack.enter_context(KINDS[options["kind"]](options.get("insecure", False)))
+        tab = stack.enter_context(KINDS[options["kind"]](options.get("insecure", False), options.get("arguments", ())))
         print(json.dumps({"event": "ready", "peer_id": "", "addrs": []}), flush=True)
         for line in sys.stdin:
             asked = json.loads(line)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,12 @@ PRIMES = "how does it go on"
 class Page:
     """The page in a browser on a machine of the lab, from a static host there."""
 
-    def __init__(self, nodes: LabNodes, host: Host, kind: str, *, insecure: bool = False) -> None:
+    def __init__(
+        self, nodes: LabNodes, host: Host, kind: str, *, insecure: bool = False, arguments: Sequence[str] = ()
+    ) -> None:
         serve = [sys.executable, "-m", "http.server", str(WEB), "--bind", "127.0.0.1", "--directory", str(PAGE)]
         self.web: Running = nodes.program(host, serve)
-        options = {"kind": kind, "insecure": insecure}
+        options = {"kind": kind, "insecure": insecure, "arguments": list(arguments)}
         self.tab: LightNode = nodes.kept(LightNode(host, nodes.home(host), options, ("tests.interop.browser",)))
         assert self.tab.ready
 

@@ -1,13 +1,14 @@
-// Generates with clients/js. Its argument is JSON: `peers` or `link`, `prompt` (ids or text), `options` of generate, `wait`: a line
+// Generates with clients/js. Its argument is JSON: `peers` or `link`, `prompt` (ids or text), `options` of generate, `webrtc`: it dials by that too, `wait`: a line
 // on standard input before each token from that number on; or `times`: so many answers, each once a line says how many tokens it shall
 // have. Prints a JSON object for each token, and `done` at the end of an answer; `at` is when each token came, in milliseconds.
 import { createInterface } from 'node:readline'
 import { Client } from './src/index.js'
 
-const { peers, link, swarmKey, prompt, options, wait, times = 1 } = JSON.parse(process.argv[2])
+const { peers, link, swarmKey, webrtc, prompt, options, wait, times = 1 } = JSON.parse(process.argv[2])
 const lines = createInterface({ input: process.stdin })[Symbol.asyncIterator]()
 const say = object => console.log(JSON.stringify(object))
-const client = await Client.join({ peers, link, swarmKey })
+const transports = webrtc ? [(await import('./src/webrtc.js')).webRTC()] : []
+const client = await Client.join({ peers, link, swarmKey, transports })
 const model = await client.load()
 say({ event: 'loaded', name: model.name, version: model.version, blocks: model.numBlocks, peer: client.peerId })
 for (let time = 0; time < times; time++) {

@@ -403,7 +403,8 @@ def _import_everything() -> None:
     import petalnode.node
 
     for module in walk_packages(petalnode.node.__path__, "petalnode.node."):
-        import_module(module.name)
+        if "webrtc." not in module.name:  # an extra
+            import_module(module.name)
     for name in ("libp2p.utils.connection_shutdown", "multiaddr.codecs.cid"):  # imported late by their packages
         import_module(name)
     for model in _MODELS:

@@ -1,6 +1,7 @@
 // What the chat page asks for (node/web/static/client.js), from the swarm itself. Its key is a link, or a peer's address.
 import { Refused } from '../../../node/web/static/client.js'
 import { Client } from '../src/index.js'
+import { webRTC } from '../src/webrtc.js'
 
 const STATES = ['', 'joining', 'online', 'draining']
 
@@ -15,7 +16,7 @@ export class SwarmSource {
   keyed = {
     name: 'Link',
     a: 'a link',
-    missing: 'This page joins a swarm by a link, or by the address of one of its peers that has /ws.',
+    missing: 'This page joins a swarm by a link, or by the address of one of its peers that has /ws or /webrtc-direct.',
     wrong: 'This link does not lead into a swarm.',
     made: 'Made with: petalnode invite',
     note: 'Of the swarm that this page chats with.'
@@ -115,7 +116,7 @@ export class SwarmSource {
   #client () {
     const key = this.#key().trim()
     if (key === '') throw new Refused(this.keyed.missing, 401)
-    this.#joined[key] ??= Client.join(key.startsWith('/') ? { peers: [key] } : { link: key }).catch(error => {
+    this.#joined[key] ??= Client.join({ ...key.startsWith('/') ? { peers: [key] } : { link: key }, transports: [webRTC()] }).catch(error => {
       delete this.#joined[key]
       throw refusal(error, key.startsWith('/') || key.startsWith('petalnode:') ? 0 : 401)
     })

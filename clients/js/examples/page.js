@@ -1,5 +1,6 @@
 // The whole of a page that generates by a link: `npx esbuild page.js --bundle --minify --outfile=dist/page.js`, beside page.html.
 import { Client } from '../src/index.js'
+import { webRTC } from '../src/webrtc.js'
 
 const of = id => document.getElementById(id)
 let model
@@ -11,7 +12,7 @@ function say (text) {
 async function load () {
   const given = of('link').value.trim()
   say('joining ...')
-  const client = await Client.join(given.startsWith('petalnode:') ? { link: given } : { peers: [given] })
+  const client = await Client.join({ ...given.startsWith('petalnode:') ? { link: given } : { peers: [given] }, transports: [webRTC()] })
   say('fetching ...')
   return await client.load({ onProgress: ({ bytes, of: all }) => say(`fetching, ${Math.round(100 * bytes / all)} %`) })
 }

@@ -59,15 +59,15 @@ export class Client {
 
   /**
    * Joins a swarm by the addresses of its peers, or a link. Browsers dial only WebSocket, and from a page that came by https
-   * only with TLS.
+   * only with TLS; `transports` are more of libp2p's, such as `webRTC()`, for swarms that are not private.
    */
-  static async join ({ peers = [], link, swarmKey, signal } = {}) {
+  static async join ({ peers = [], link, swarmKey, transports: more = [], signal } = {}) {
     const said = link === undefined ? undefined : readLink(link)
     const addrs = [...peers, ...said?.peers ?? []].map(addr => multiaddr(addr))
     const key = swarmKey ?? said?.swarmKey
     const isPrivate = addrs.some(addr => PRIVATE.test(addr.toString()))
     const node = await createLibp2p({
-      transports: [...transports(), circuitRelayTransport()],
+      transports: [...transports(), ...key === undefined ? more : [], circuitRelayTransport()],
       connectionEncrypters: [noise()],
       streamMuxers: [yamux()],
       connectionProtector: key === undefined

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import trio
 from libp2p.abc import IRawConnection, ISecureConn
@@ -27,24 +27,27 @@ from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX
 from libp2p.stream_muxer.yamux.yamux import Yamux
-from libp2p.transport.exceptions import SecurityUpgradeFailure
 from libp2p.transport.upgrader import TransportUpgrader
 from libp2p.utils.dns_utils import resolve_multiaddr_with_retry
 from multiaddr import Multiaddr
 
 from ....crypto.identity import Identity
 from ..addresses import circuit_of, ip_of, is_circuit, is_dialable, own_networks, transport_of, without_peer
-from ..shares import origin_of_ip
 from .address_book import AddressBook, BoundedPeerStore
 from .bandwidth import Bandwidth
 from .dialing import DialAttempt, FailedAddress, failed, kept, one_per_relay, plan
 from .limits import LIMITS, WORK, NodeLimits, metered
-from .negotiation import OneAnswer, OneRoundTrip, question
+from .negotiation import OneAnswer, OneRoundTrip, question, reason_of
 from .noise import BufferedNoise
-from .raw_connection import OtherSwarm, Path, PskConnection, RawConnection, SocketConnection, Tcp, remote_multiaddr
+from .raw_connection import Path, PskConnection, RawConnection, SocketConnection, Tcp, remote_multiaddr
 from .stream_bytes import CircuitConnection, StreamBytes
 from .websocket import Certificate, accept, connect
 from .yamux import Muxer, MuxerOwner
+
+if TYPE_CHECKING:
+    from .webrtc.connection import WebRtcConnection
+
+    Raw = RawConnection | WebRtcConnection
 
 log = logging.getLogger(__name__)
 
@@ -109,8 +112,9 @@ class Network(Libp2pSwarm):
         *,
         on_loopback: bool,
         certificate: Certificate | None = None,
+        webrtc: bool = False,
     ) -> None:
-        key_pair = create_new_key_pair(identity.seed)
+        self._keys = key_pair = create_new_key_pair(identity.seed)
         noise_key = create_noise_key_pair().private_key
         upgrader = TransportUpgrader({NOISE: BufferedNoise(key_pair, noise_key)}, {YAMUX: Yamux})
         self.limits = NodeLimits()
@@ -119,11 +123,16 @@ class Network(Libp2pSwarm):
         security.multiselect = OneAnswer(security.multiselect.handlers)
         security.multiselect_client = OneRoundTrip()
         self._tcp = Tcp(self.limits)
+        self._webrtc = None
+        if webrtc:
+            from .webrtc.listener import WebRtc  # an extra, of which aiortc takes a while to import
+
+            self._webrtc = WebRtc(identity.seed, self.limits, bandwidth)
         super().__init__(
             ID.from_pubkey(key_pair.public_key),
             BoundedPeerStore(key_pair),
             upgrader,
-            transports=[self._tcp],
+            transports=[self._tcp, *filter(None, [self._webrtc])],
             retry_config=RetryConfig(max_retries=0),
             # By default it refuses everyone above 300. Nothing is set here about the health of connections:
             # `yamux.py` sees to it.
@@ -171,7 +180,7 @@ class Network(Libp2pSwarm):
         usable = [conn for conn in self.live(peer_id) if conn in connections]
         return usable[0] if usable else connections[0]
 
-    async def secure(self, raw: RawConnection, peer_id: ID | None) -> SwarmConn:
+    async def secure(self, raw: Raw, peer_id: ID | None) -> SwarmConn:
         """Makes a connection of the host out of a raw one: swarm key, Noise, Yamux. Closes the raw one if that fails.
 
         `peer_id` is whom to expect, None for whoever it is (only if the peer made the connection).
@@ -183,10 +192,7 @@ class Network(Libp2pSwarm):
             await raw.close()
             raise SwarmException(f"there are {LIMITS.connections} connections already")
         try:
-            secured = await self.upgrader.upgrade_security(PskConnection(raw, self._key), raw.is_initiator, peer_id)
-            if peer_id not in (None, secured.get_remote_peer()):
-                raise PeerIDMismatchesPubkey(f"expected {peer_id}")
-            muxer = await self.upgrader.upgrade_connection(secured, secured.get_remote_peer())
+            muxer = await self._upgraded(raw, peer_id)
             conn = await self.add_conn(muxer, direction="inbound" if raw.path.inbound else "outbound")
             if muxer.lost is not None:  # meanwhile; libp2p has added it all the same, after it was removed
                 self.remove_conn(conn)
@@ -201,38 +207,53 @@ class Network(Libp2pSwarm):
             handler(str(muxer.peer_id), raw.path)
         return conn
 
-    async def _handle_inbound_connection(self, read_write_closer: ReadWriteCloser, maddr: Multiaddr) -> None:
+    async def _upgraded(self, raw: Raw, peer_id: ID | None) -> Muxer:
+        if not isinstance(raw, RawConnection):
+            return await raw.own_muxer(self._keys, self)
+        secured = await self.upgrader.upgrade_security(PskConnection(raw, self._key), raw.is_initiator, peer_id)
+        if peer_id not in (None, secured.get_remote_peer()):
+            raise PeerIDMismatchesPubkey(f"expected {peer_id}")
+        return cast(Muxer, await self.upgrader.upgrade_connection(secured, secured.get_remote_peer()))
+
+    def with_certificate(self, addr: Multiaddr) -> Multiaddr:
+        """An address of this node; where it is of WebRTC, with the hash of our certificate."""
+        return addr if self._webrtc is None else self._webrtc.with_certificate(addr)
+
+    async def _handle_inbound_connection(
+        self, read_write_closer: ReadWriteCloser | WebRtcConnection, maddr: Multiaddr
+    ) -> None:
         """Serves an accepted connection until it ends.
 
         libp2p's own waits here for the end of the whole host and keeps one of its 300 places for as long: after
         300 connections in its life, a host would accept nobody.
         """
-        assert isinstance(read_write_closer, TrioTCPStream)
-        stream = read_write_closer.stream
-        host = origin_of_ip((read_write_closer.get_remote_address() or ("", 0))[0])
+        raw: Raw = read_write_closer
+        if isinstance(read_write_closer, TrioTCPStream):
+            path = Path(direct=True, relay=None, remote_addr=remote_multiaddr(read_write_closer.stream), inbound=True)
+            raw = SocketConnection(read_write_closer.stream, path, self.bandwidth)
+        host = raw.origin
         if not self.limits.inbound.add(host):
             log.info("refused a connection: there are too many from %s", host)
-            await trio.aclose_forcefully(stream)
+            await raw.close()
             return
         try:
-            muxer = await self._accept(stream, host, transport_of(maddr) or ())
+            muxer = await self._accept(raw, transport_of(maddr) or ())
             if muxer is not None and not muxer.is_closed:
                 self._ends[muxer] = end = trio.Event()
                 await end.wait()
         finally:
             self.limits.inbound.remove(host)
 
-    async def _accept(self, stream: trio.SocketStream, host: str, transport: Sequence[str]) -> Muxer | None:
+    async def _accept(self, raw: Raw, transport: Sequence[str]) -> Muxer | None:
         """Makes a connection of the host out of an accepted one; None if nothing comes of it."""
+        host = raw.origin
         if not self.limits.handshakes.add(host):
             log.info("refused a connection: too many from %s have not finished their handshake", host)
-            await trio.aclose_forcefully(stream)
+            await raw.close()
             return None
         address = self.limits.of_address(host)
         address.users += 1
-        path = Path(direct=True, relay=None, remote_addr=remote_multiaddr(stream), inbound=True)
-        punching = self.punching.get(path.remote_addr or "")
-        raw = SocketConnection(stream, path, self.bandwidth)
+        punching = self.punching.get(raw.path.remote_addr or "")
         raw.is_initiator = punching is not None
         try:
             with trio.fail_after(_HANDSHAKES):
@@ -241,14 +262,16 @@ class Network(Libp2pSwarm):
                 secured = await metered(self._secure_accepted(raw, punching, transport), self.limits, address)
                 return cast(Muxer, secured.muxed_conn)
         except Exception as error:  # whatever a stranger's handshake may raise
-            log.debug("refused a connection from %s: %s", path.remote_addr, reason_of(error))
+            log.debug("refused a connection from %s: %s", raw.path.remote_addr, reason_of(error))
         finally:
             address.users -= 1
             self.limits.handshakes.remove(host)
         return None
 
-    async def _secure_accepted(self, raw: RawConnection, peer_id: ID | None, transport: Sequence[str]) -> SwarmConn:
-        return await self.secure(await accept(raw, transport, self._certificate, self.limits), peer_id)
+    async def _secure_accepted(self, raw: Raw, peer_id: ID | None, transport: Sequence[str]) -> SwarmConn:
+        if isinstance(raw, RawConnection):
+            raw = await accept(raw, transport, self._certificate, self.limits)
+        return await self.secure(raw, peer_id)
 
     def muxer_lost(self, muxer: Muxer) -> None:
         end = self._ends.pop(muxer, None)
@@ -414,21 +437,3 @@ def path_of(conn: SwarmConn) -> Path:
     muxer = conn.muxed_conn
     assert isinstance(muxer, Muxer)
     return muxer.path
-
-
-def reason_of(error: BaseException) -> str:
-    """The reason at the bottom of libp2p's chain of errors about a failed dial, for a person."""
-    bottom = error
-    while True:
-        deeper = bottom.exceptions[0] if isinstance(bottom, BaseExceptionGroup) else None
-        deeper = deeper or bottom.__cause__ or (None if bottom.__suppress_context__ else bottom.__context__)
-        if deeper is None:
-            break
-        bottom = deeper
-    if isinstance(bottom, PeerIDMismatchesPubkey):
-        return "a peer with another id is there"
-    if isinstance(bottom, OSError) and bottom.strerror:
-        return bottom.strerror
-    if isinstance(error, SecurityUpgradeFailure) and not isinstance(bottom, OtherSwarm):
-        return "what is there is no node of this swarm, or has another swarm key"
-    return str(bottom) or type(bottom).__name__

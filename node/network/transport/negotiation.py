@@ -26,10 +26,13 @@ from libp2p.protocol_muxer.multiselect_client import (
     MultiselectClient,
 )
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
+from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
+from libp2p.transport.exceptions import SecurityUpgradeFailure
 from libp2p.utils import encode_delim
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
 from .muxed_stream import MuxedStream
+from .raw_connection import OtherSwarm
 
 MAX_NAME: Final = 1024
 """Bytes of what a peer says in a round; libp2p's own takes any number, as they come."""
@@ -143,3 +146,21 @@ class _BufferedWrites(MultiselectCommunicator):
                 await self.read_writer.write(kept)
         except IOException as error:
             raise MultiselectCommunicatorError("the peer went away while protocols were agreed on") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """The reason at the bottom of libp2p's chain of errors about a failed dial, for a person."""
+    bottom = error
+    while True:
+        deeper = bottom.exceptions[0] if isinstance(bottom, BaseExceptionGroup) else None
+        deeper = deeper or bottom.__cause__ or (None if bottom.__suppress_context__ else bottom.__context__)
+        if deeper is None:
+            break
+        bottom = deeper
+    if isinstance(bottom, PeerIDMismatchesPubkey):
+        return "a peer with another id is there"
+    if isinstance(bottom, OSError) and bottom.strerror:
+        return bottom.strerror
+    if isinstance(error, SecurityUpgradeFailure) and not isinstance(bottom, OtherSwarm):
+        return "what is there is no node of this swarm, or has another swarm key"
+    return str(bottom) or type(bottom).__name__

@@ -36,7 +36,6 @@ from .muxed_stream import (
     MuxedStream,
     wake_in_portions,
 )
-from .noise import NoiseSession
 from .tcp_window import WindowKeeper
 
 log = logging.getLogger(__name__)
@@ -66,7 +65,6 @@ class Muxer(IMuxedConn):
     """All streams of one connection. `answer` is what the peer sends before anything else if it speaks Yamux."""
 
     def __init__(self, conn: ISecureConn, peer_id: ID, owner: MuxerOwner, *, answer: bytes = b"") -> None:
-        assert isinstance(conn, NoiseSession)
         self.peer_id = peer_id
         self.secured_conn = conn
         self.path = conn.path
