@@ -219,10 +219,7 @@ def _from_csv(text: str) -> Mapping[str, Any]:
     """The same content: a row per machine, RTTs in columns `rtt_ms:NAME`, the client in a row of that name."""
     reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
     if not reader.fieldnames or "name" not in reader.fieldnames:
-        raise BadInput(
-            "the first line of a CSV file names its columns, with commas between, from "
-            f"{', '.join(_KEYS[:-1])} and rtt_ms:NAME"
-        )
+        raise BadInput(f"the first line of a CSV file names its columns (with commas): {', '.join(_KEYS)}:NAME")
     machines, client = [], None
     for number, row in enumerate(reader, start=2):
         if None in row or None in row.values():
