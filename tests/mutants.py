@@ -121,6 +121,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/models/gguf/*": (*_unit("gguf_header models_gguf"), "attacks/test_changed_gguf", "parity/test_gguf"),
     "node/models/sources/gguf_files.py": (*_unit("models_gguf models_alias"), "attacks/test_changed_gguf"),
     "node/blocks/kernels/packing.py": (*_unit("kernels"), "parity/test_kernels", "parity/test_gguf"),
+    "node/blocks/kernels/recurrent.py": ("parity/test_recurrent_kernels",),
     "node/models/folder.py": (*_unit("models_sources sizing"), "parity/test_refused"),
     "node/models/stored_scheme.py": ("parity/test_refused", "parity/test_stored_quantised"),
     "node/blocks/quantisation/stored.py": ("parity/test_stored_quantised",),

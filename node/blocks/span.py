@@ -26,6 +26,7 @@ from .config import choose_device, deepstack
 from .dot import use_dots
 from .kernels.choice import Known, agrees_with_single_steps, find_step, native_kernels
 from .kernels.packing import Packer, tiled_kinds
+from .kernels.recurrent import use_recurrent_kernels
 from .kernels.step import SpanStep
 from .kernels.tiles import TiledMatrix
 from .quantisation.matrix import QuantisedLinear
@@ -254,10 +255,8 @@ class BlockSpan:
             self._check(hidden, cache)
             if hidden.shape[1] != 1:
                 raise ValueError(f"a decode step takes one token for each row, not {hidden.shape[1]}")
-        members = [
-            Member(index, hidden, cache, adapter)
-            for index, ((hidden, cache), adapter) in enumerate(zip(steps, adapters or [None] * len(steps), strict=True))
-        ]
+        adapted = zip(steps, adapters or [None] * len(steps), strict=True)
+        members = [Member(index, *step, adapter) for index, (step, adapter) in enumerate(adapted)]
         outputs: dict[int, torch.Tensor] = {}
         together: dict[object, list[Member]] = {}
         for member in members:
@@ -433,6 +432,7 @@ def load(folder: Path, span: Span, how: Loading) -> BlockSpan:
         fill(skeleton, weights, lambda block: block is not None and block in span, target, there)
     layers = layers_that_round(blocks) if rounds else []
     use_dots(blocks)
+    use_recurrent_kernels(blocks, native)
     round_inputs(layers)
     cut_config(skeleton.config, span, num_blocks)
     stack = BlockStack(skeleton.decoder, blocks, skeleton.boundaries, span.start)

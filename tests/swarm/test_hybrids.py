@@ -37,7 +37,9 @@ def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serving(swarm: MemorySwarm, folder: Path, kind: str) -> list[MemoryServer]:
-    return [swarm.start(folder, str(blocks)) for blocks in CUTS.get(kind, ("0:2", "2:6"))]
+    """The first by the compiled kernels, where these are there, the others by torch."""
+    cuts = zip(CUTS.get(kind, ("0:2", "2:6")), ("auto", "torch", "torch"), strict=False)
+    return [swarm.start(folder, str(blocks), kernels=kernels) for blocks, kernels in cuts]
 
 
 @pytest.fixture(scope="module")

@@ -112,7 +112,8 @@ static void OWN(multiply_bytes)(const struct matrix *m, int64_t tile, int64_t en
     }
 }
 
-static const struct kernels OWN(kernels) = {STRING(BYTES), NAME(multiply), NAME(unpack), NAME(step), OWN(multiply_bytes)};
+static const struct kernels OWN(kernels) = {STRING(BYTES), NAME(multiply), NAME(unpack),  NAME(step),
+                                            NAME(convolve), NAME(delta),  OWN(multiply_bytes)};
 
 #undef TILES
 #undef ALL_TILES

@@ -5,8 +5,8 @@
  * calls. products.h, tiles.h, step.h and attention.h are included once for each instruction set, with ISA defined; `petalnode_select`
  * takes the best one that the processor has. plain.h, x86.h and arm.h have those, tiles.h products with packed weights,
  * bytes.h those of whole numbers for rows that are rounded, threads.h the threads that help, cache.h how keys and values
- * are held, ahead.h what is fetched early, pages.h what is read early, rotary.h cosines and sines; packing.h brings
- * weights of a GGUF file into these forms.
+ * are held, ahead.h what is fetched early, pages.h what is read early, rotary.h cosines and sines, recurrent.h convolutions
+ * and delta rules; packing.h brings weights of a GGUF file into these forms.
  *
  * Three promises hold for every function and every instruction set:
  *   - the result for a row does not depend on the rows beside it, to the bit: each result is summed in an order that
@@ -67,7 +67,7 @@
 #endif
 
 #define LANES 16
-#define INTERFACE_VERSION 12 /* of this file towards library.py */
+#define INTERFACE_VERSION 13 /* of this file towards library.py */
 #define MOST_ROWS 8 /* that are multiplied at a time */
 #define AHEAD 8 /* tokens, whose keys are fetched */
 #define ATTENDED 16 /* query heads of some rows, that look at the same keys at a time */
@@ -187,6 +187,30 @@ struct shape {
     float routed_scale, alpha, limit; /* of the shares; of the activation of experts without `up` */
 };
 
+#define MOST_TAPS 16
+#define MOST_KEY_DIM 256
+#define WORTH_THREADS (1 << 17) /* products, for which helpers are woken */
+#define COLUMNS (2 * LANES) /* of a state, that are computed at once */
+
+/* A causal convolution of each channel by itself: x [rows][channels][tokens] behind `state` [rows][channels][held], of which
+ * the newest stand last and which takes x in (NULL: behind zeros), with `weight` [channels][taps] and `bias` [channels] or
+ * NULL; y [rows][tokens][channels]. `held`: `taps` - 1 at least. */
+struct convolution {
+    const float *x, *weight, *bias;
+    float *state, *y;
+    int64_t rows, channels, tokens, taps, held, silu;
+};
+
+/* The gated delta rule (Yang et al. 2024): `state` [rows][heads][key_dim][value_dim] in place, `query` and `key`
+ * [rows][tokens][key_heads][key_dim], `value` and `out` [rows][tokens][heads][value_dim], `beta` [rows][tokens][heads], and
+ * `decay`, in its logarithm, likewise; of each of `decays` values of a key by itself, if these are more than one. `normed`:
+ * queries and keys are brought to a length of one. */
+struct delta_rule {
+    const float *query, *key, *value, *decay, *beta;
+    float *state, *out;
+    int64_t rows, tokens, heads, key_heads, key_dim, value_dim, decays, normed;
+};
+
 #define LARGEST __builtin_inff()
 #define MOST_CHOSEN 64 /* experts of a token, or groups */
 
@@ -292,6 +316,8 @@ struct kernels {
     void (*multiply)(const struct matrix *, const float *x, int64_t rows, float *y, float *scratch, int64_t threads);
     void (*unpack)(const struct matrix *, int64_t first, int64_t last, float *panel);
     void (*step)(const struct step *, int64_t threads);
+    void (*convolve)(const struct convolution *, int64_t threads);
+    void (*delta)(const struct delta_rule *, int64_t threads);
     void (*multiply_bytes)(const struct matrix *, int64_t tile, int64_t end, const struct rounded *, int64_t rows, float *y);
 };
 
@@ -462,6 +488,7 @@ EXPORT int64_t petalnode_size(int32_t number) {
     static const int64_t sizes[] = {
         sizeof(struct matrix), sizeof(struct row), sizeof(struct block),
         sizeof(struct shape), sizeof(struct change), sizeof(struct step), sizeof(struct range),
+        sizeof(struct convolution), sizeof(struct delta_rule),
     };
     return number >= 0 && number < (int32_t)(sizeof sizes / sizeof *sizes) ? sizes[number] : 0;
 }
@@ -487,6 +514,27 @@ EXPORT void petalnode_step(const struct step *step, int64_t threads) {
     threads = claim_threads(threads);
     chosen->step(step, threads);
     release_threads(threads);
+}
+
+/* What is worth it to wake other threads for. */
+static int64_t claim_for(int64_t products, int64_t threads) { return claim_threads(products < WORTH_THREADS ? 1 : threads); }
+
+/* False, and nothing is computed, if there are too many taps. */
+EXPORT int32_t petalnode_convolve(const struct convolution *c, int64_t threads) {
+    if (c->taps > MOST_TAPS || (c->state && c->held < c->taps - 1)) return 0;
+    threads = claim_for(c->rows * c->channels * c->tokens * c->taps, threads);
+    chosen->convolve(c, threads);
+    release_threads(threads);
+    return 1;
+}
+
+/* False, and nothing is computed, if keys are too long, or do not serve equally many heads. */
+EXPORT int32_t petalnode_delta(const struct delta_rule *d, int64_t threads) {
+    if (d->key_dim > MOST_KEY_DIM || d->heads % d->key_heads) return 0;
+    threads = claim_for(d->rows * d->tokens * d->heads * d->key_dim * d->value_dim, threads);
+    chosen->delta(d, threads);
+    release_threads(threads);
+    return 1;
 }
 
 /* float32 of a step's scratch, of which each of `threads` has `score_count` and a panel at the end. */

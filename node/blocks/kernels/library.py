@@ -39,11 +39,12 @@ HEADERS: Final = (
     "rotary.h",
     "step.h",
     "attention.h",
+    "recurrent.h",
     "packing.h",
     "threads.h",
     "vectors.h",
 )
-INTERFACE: Final = 12
+INTERFACE: Final = 13
 """As in kernels.c: goes up whenever a function or structure there changes."""
 ISA_VARIABLE: Final = "PETALNODE_KERNELS_ISA"
 """One of `ISAS`, in place of the best that the processor has: for comparisons. `none`: no kernels."""
@@ -147,7 +148,27 @@ class Range(ctypes.Structure):
     _fields_ = (("start", ctypes.c_void_p), ("bytes", ctypes.c_int64))
 
 
-STRUCTURES: Final = (Matrix, Row, Block, Shape, Change, StepStruct, Range)
+class Convolution(ctypes.Structure):
+    """`struct convolution`: a causal convolution of each channel by itself."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "state", "y")),
+        *((name, ctypes.c_int64) for name in ("rows", "channels", "tokens", "taps", "held", "silu")),
+    )
+
+
+class DeltaRule(ctypes.Structure):
+    """`struct delta_rule`: a gated delta rule, token by token."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "decay", "beta", "state", "out")),
+        *((name, ctypes.c_int64) for name in (
+            "rows", "tokens", "heads", "key_heads", "key_dim", "value_dim", "decays", "normed",
+        )),
+    )  # fmt: skip
+
+
+STRUCTURES: Final = (Matrix, Row, Block, Shape, Change, StepStruct, Range, Convolution, DeltaRule)
 """What the library reads of this module's memory, in the order of `petalnode_size`."""
 
 
@@ -314,6 +335,8 @@ def _declare(functions: ctypes.CDLL) -> None:
         "tile_nf4": (None, (pointer, number, number, pointer)),
         "ask_for": (ctypes.c_int32, (pointer, number)),
         "step": (None, (ctypes.POINTER(StepStruct), number)),
+        "convolve": (ctypes.c_int32, (ctypes.POINTER(Convolution), number)),
+        "delta": (ctypes.c_int32, (ctypes.POINTER(DeltaRule), number)),
         "rotary": (None, (pointer, number, ctypes.c_float, pointer, number, pointer, pointer)),
         "vectors": (None, (number, number, number, pointer)),
         "many": (None, (number, number, number, pointer)),
