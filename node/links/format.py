@@ -27,7 +27,7 @@ from ...crypto.identity import Identity, peer_id_from_bytes, peer_id_to_bytes, v
 from ...protocols import wire_pb2 as wire
 from ...protocols.nat_traversal import readable_addrs
 from ..errors import BadInput
-from ..network.addresses import parse_peer
+from ..network.addresses import is_webrtc, parse_peer
 
 DOMAIN: Final = "petalnode/invite/1"
 SCHEME: Final = "petalnode:"
@@ -84,6 +84,11 @@ class Invite:
     expires: int = 0
     swarm_key: str | None = None
     swarm_key_hash: bytes = b""
+
+    @property
+    def dialable(self) -> list[str]:
+        """The addresses but those that only browsers dial."""
+        return [addr for addr in self.addrs if not is_webrtc(Multiaddr(addr))]
 
     @property
     def model_argument(self) -> str | None:
@@ -274,7 +279,7 @@ def read_target(given: Iterable[str], psk: str | None = None) -> SwarmTarget:
             invite = open_link(text)
             psk = _key(invite, psk, bool(models))
             models.append(invite.model_argument)
-            peers += invite.addrs
+            peers += invite.dialable
         else:
             parse_peer(text)
             peers.append(text.strip())
@@ -291,8 +296,10 @@ def open_link(text: str) -> Invite:
         invite = read_link(text, time.time())
     except LinkError as error:
         raise BadInput(str(error)) from None
-    for addr in invite.addrs:
+    for addr in invite.dialable:
         parse_peer(addr)
+    if not invite.dialable:
+        raise BadInput("this link has only addresses for browsers: open it in the page, or ask for a link of a node")
     return invite
 
 

@@ -14,7 +14,7 @@ from ...crypto.identity import Identity
 from ...protocols.announcement import ServerState
 from ...protocols.framing import PeerError
 from ..errors import SwarmError
-from ..network.addresses import dialable, is_circuit, is_loopback, is_public
+from ..network.addresses import dialable, is_circuit, is_for_browsers, is_loopback, is_public, is_webrtc
 from ..swarm.swarm import Swarm
 from .format import INVITE, Invite, can_name, key_hash, to_link
 
@@ -45,14 +45,18 @@ def rank(addr: str) -> int:
 
 
 def choose_addrs(living: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """The addresses of a link, the best first: one for each peer, of few peers.
+    """The addresses of a link, the best first: one for each peer, of few peers, and one for browsers if there is any.
 
     `living` has those that can be dialed, by peer id, the best known peers first. Where one can be dialed from another
     machine, those that cannot are left out.
     """
-    best = [min(addrs, key=rank) for addrs in living.values() if addrs]
+    dialed = [[addr for addr in addrs if not is_webrtc(Multiaddr(addr))] for addrs in living.values()]
+    best = [min(addrs, key=rank) for addrs in dialed if addrs]
     # Strangers with better addresses do not push out the first, which this node knows best.
     chosen = sorted([*best[:1], *sorted(best[1:], key=rank)[: LINKS.peers - 1]], key=rank)
+    if not any(is_for_browsers(Multiaddr(addr)) for addr in chosen):
+        known = [addr for addrs in living.values() for addr in addrs if is_for_browsers(Multiaddr(addr))]
+        chosen += sorted(known, key=rank)[:1]
     return tuple(addr for addr in chosen if rank(addr) < 4 or rank(chosen[0]) == 4)
 
 

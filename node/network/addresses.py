@@ -163,9 +163,14 @@ def transport_of(addr: Multiaddr) -> tuple[str, ...] | None:
 
 
 def is_webrtc(addr: Multiaddr) -> bool:
-    """Whether browsers reach it by WebRTC-direct: an IP address without /p2p, with or without a certificate's hash."""
-    names = tuple(protocol.name for protocol in addr.protocols())
+    """Whether browsers reach it by WebRTC-direct: an IP address, with or without a certificate's hash and /p2p."""
+    names = tuple(protocol.name for protocol in without_peer(addr).protocols())
     return names[:1] in (("ip4",), ("ip6",)) and names[1:] in (_WEBRTC[:2], _WEBRTC)
+
+
+def is_for_browsers(addr: Multiaddr) -> bool:
+    """Whether a page can dial it, as far as its form tells."""
+    return not {protocol.name for protocol in addr.protocols()}.isdisjoint(("ws", "wss", "webrtc-direct"))
 
 
 def _is_unspecified(addr: Multiaddr) -> bool:

@@ -219,6 +219,19 @@ def test_best_addresses_come_first_undialable_ones_go() -> None:
     )
 
 
+def test_browsers_find_an_address_that_they_can_dial() -> None:
+    tcp, far = f"/ip4/8.8.8.8/tcp/1/p2p/{PEERS[0]}", f"/ip4/9.9.9.9/tcp/1/p2p/{PEERS[1]}"
+    page = f"/ip4/8.8.8.8/udp/1/webrtc-direct/certhash/uEiAkH5a4DPGKUuOBjYw0CgwjvcJCJMD2K_1aluKR_tpevQ/p2p/{PEERS[0]}"
+    assert choose_addrs({"a": [tcp, page], "b": [far]}) == (tcp, far, page)
+    assert choose_addrs({"a": [page], "b": [f"{far.replace('/p2p', '/ws/p2p')}"]})[0].startswith(
+        "/ip4/9.9.9.9/tcp/1/ws"
+    )
+    link, _ = make_link(LinkWishes(), (tcp, page), MAKER, time.time())
+    assert read_target([link]).peers == (tcp,)
+    with pytest.raises(BadInput, match="only addresses for browsers"):
+        read_target([make_link(LinkWishes(), (page,), MAKER, time.time())[0]])
+
+
 def test_better_addressed_strangers_do_not_push_out_others() -> None:
     strangers = {str(n): [f"/ip4/8.8.8.{n}/tcp/1/p2p/{PEERS[3]}"] for n in range(1, 9)}
     private = f"/ip4/10.0.0.1/tcp/1/p2p/{PEERS[1]}"

@@ -123,32 +123,18 @@ class _DeltaRule(_Replacement):
     decays: ClassVar[tuple[int, ...]] = ()
     """Behind its heads, in the shape of `g`."""
 
-    def __call__(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        g: Any,
-        beta: Any,
-        *args: Any,
-        initial_state: Any = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        rows, tokens, heads, dim = value.shape
-        shape = rows, heads, key.shape[3], dim
-        state = value.new_zeros(shape, dtype=torch.float32) if initial_state is None else initial_state
+    def __call__(self, query: Any, key: Any, value: Any, g: Any, beta: Any, *args: Any, **options: Any) -> Any:
+        (rows, tokens, heads, dim), state = value.shape, options.get("initial_state")
+        if state is None:
+            state = value.new_zeros(rows, heads, key.shape[3], dim, dtype=torch.float32)
         given = [one.contiguous() for one in (query, key, value, g, beta, state)]
-        if not args and _computes(*given):
-            output = torch.empty_like(given[2])
-            sizes = (rows, tokens, heads, *key.shape[2:], dim, g[0, 0, 0].numel(), int(use_qk_l2norm_in_kernel))
+        if not args and options.get("cu_seqlens") is None and _computes(*given):
+            output, normed = torch.empty_like(given[2]), int(bool(options.get("use_qk_l2norm_in_kernel")))
+            sizes = (rows, tokens, heads, *key.shape[2:], dim, g[0, 0, 0].numel(), normed)
             run = DeltaRule(*(one.data_ptr() for one in (*given, output)), *sizes)
             if self.kernels.petalnode_delta(run, self.threads):
-                return output, given[5] if output_final_state else None
-        options = {"initial_state": initial_state, "output_final_state": output_final_state}
-        options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
-        return self.original(query, key, value, g, beta, *args, **options, **kwargs)
+                return output, given[5] if options.get("output_final_state") else None
+        return self.original(query, key, value, g, beta, *args, **options)
 
     def _tried(self, function: Any) -> list[torch.Tensor]:
         heads = (2, 3, 2)
