@@ -110,7 +110,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
     folder = save_tiny("llama", tmp_path_factory.mktemp("traced") / "tiny-llama")
     save_tokenizer(folder)
     with calls() as seen, memory_swarm() as swarm:
-        servers = swarm.start(folder, "0:3", kernels="torch"), swarm.start(folder, "3:6", kernels="torch")
+        servers = swarm.start(folder, "0:3"), swarm.start(folder, "3:6")
         assert all(server.ready for server in servers)
         yield Traced(seen, swarm, servers, folder)
 
