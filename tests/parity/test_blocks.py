@@ -87,7 +87,7 @@ def test_spans_equal_the_whole_model(architecture: str, tiny: Tiny) -> None:
     for at in (13, 14):
         whole.step(ids[:, at : at + 1], again)
     entered, left, _ = whole.step(ids[:, 15:21], again)
-    close(other.forward(entered), left)
+    close(other.forward(entered), left, tolerance=3e-5)  # torch's sums over other cuts: with AVX2 1.7e-5 in Zamba2
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS, *CROSSING])

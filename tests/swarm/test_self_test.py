@@ -104,7 +104,7 @@ def test_the_products_of_this_machine_are_right() -> None:
     assert machine_check.products("cpu", torch.float32).right
     for quantisation in ("int8", "nf4"):
         error, right = machine_check.quantised_error("cpu", quantisation)
-        assert right and error > 0
+        assert right and error >= 0  # 0 where opened weights are multiplied, as they are where that is quickest
 
 
 def test_a_report_names_neither_user_nor_addresses(capsys: pytest.CaptureFixture[str]) -> None:
