@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import trio
 from libp2p.abc import ConnectionType, IMuxedConn, ISecureConn
@@ -37,6 +37,10 @@ from .muxed_stream import (
     wake_in_portions,
 )
 from .tcp_window import WindowKeeper
+
+if TYPE_CHECKING:
+    from .noise import NoiseSession
+    from .raw_connection import Path
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +70,8 @@ class Muxer(IMuxedConn):
 
     def __init__(self, conn: ISecureConn, peer_id: ID, owner: MuxerOwner, *, answer: bytes = b"") -> None:
         self.peer_id = peer_id
-        self.secured_conn = conn
-        self.path = conn.path
+        self.secured_conn: NoiseSession = conn  # or a connection of WebRTC, which has what is called here
+        self.path: Path = conn.path
         self.max_data = MAX_DATA if conn.path.direct else MAX_DATA - _SEALING
         self.event_started = trio.Event()
         self.lost: str | None = None

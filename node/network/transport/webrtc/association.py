@@ -87,6 +87,7 @@ class _Sctp(sctp.RTCSctpTransport):
     """aiortc's, with bounds on what a peer has it hold. It is the loop that it asks to be called by."""
 
     _heartbeat = struct.Struct("!I")
+    _cwnd: float  # bytes
 
     def __init__(self, association: Association, channels: Channels) -> None:
         super().__init__(association)

@@ -83,7 +83,7 @@ class Cookies:
     def __init__(self, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
         context = self._context = SSL.Context(SSL.DTLS_METHOD)
         context.set_max_proto_version(_DTLS_1_2)  # 1.3 has other cookies
-        context.set_options(SSL.OP_NO_TICKET | SSL.OP_COOKIE_EXCHANGE)
+        context.set_options(SSL.OP_NO_TICKET | (SSL.OP_COOKIE_EXCHANGE or 0))
         context.set_verify(SSL.VERIFY_PEER | SSL.VERIFY_FAIL_IF_NO_PEER_CERT, lambda *_: True)  # Noise proves it
         context.set_cipher_list(b"ECDHE-ECDSA-AES128-GCM-SHA256:ECDHE-ECDSA-CHACHA20-POLY1305")
         context.set_cookie_generate_callback(lambda _: self._cookie())
