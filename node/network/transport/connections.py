@@ -436,4 +436,5 @@ class Network(Libp2pSwarm):
 def path_of(conn: SwarmConn) -> Path:
     muxer = conn.muxed_conn
     assert isinstance(muxer, Muxer)
-    return muxer.path
+    path: Path = muxer.path
+    return path

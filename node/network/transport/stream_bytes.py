@@ -33,7 +33,8 @@ class Connection:
 
     @property
     def path(self) -> Path:
-        return self._muxer.path
+        path: Path = self._muxer.path
+        return path
 
     @property
     def origin(self) -> str:

@@ -40,8 +40,6 @@ from .tcp_window import WindowKeeper
 
 if TYPE_CHECKING:
     from .noise import NoiseSession
-    from .raw_connection import Path
-
 log = logging.getLogger(__name__)
 
 _PROTOCOL_ERROR: Final = 1  # why we go away, by the specification
@@ -71,7 +69,7 @@ class Muxer(IMuxedConn):
     def __init__(self, conn: ISecureConn, peer_id: ID, owner: MuxerOwner, *, answer: bytes = b"") -> None:
         self.peer_id = peer_id
         self.secured_conn: NoiseSession = conn  # or a connection of WebRTC, which has what is called here
-        self.path: Path = conn.path
+        self.path = self.secured_conn.path
         self.max_data = MAX_DATA if conn.path.direct else MAX_DATA - _SEALING
         self.event_started = trio.Event()
         self.lost: str | None = None
