@@ -103,8 +103,8 @@ def test_full_disk_is_no_fault_and_devices_are(monkeypatch: pytest.MonkeyPatch, 
 def test_the_products_of_this_machine_are_right() -> None:
     assert machine_check.products("cpu", torch.float32).right
     for quantisation in ("int8", "nf4"):
-        error, right = machine_check.quantised_error("cpu", quantisation)
-        assert right and error >= 0  # 0 where opened weights are multiplied, as they are where that is quickest
+        _, right = machine_check.quantised_error("cpu", quantisation)
+        assert right
 
 
 def test_a_report_names_neither_user_nor_addresses(capsys: pytest.CaptureFixture[str]) -> None:
