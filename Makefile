@@ -108,7 +108,7 @@ compat: setup $(COMPAT)/.ready
 interop: setup nat-tools build/interop/.ready
 	@command -v chromium >/dev/null && command -v firefox-esr >/dev/null && command -v nginx >/dev/null || \
 	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium firefox-esr nginx-light >/dev/null; }
-	$(BIN)/pytest -n 0 tests/interop/check_*.py
+	$(BIN)/pytest -n 0 tests/interop/check_*.py tests/canaries/check_*.py
 
 build/interop/.ready: $(wildcard clients/js/package*.json packaging/locked/npm/interop/* tests/interop/p2pd.txt) | setup
 	$(BIN)/python packaging/install_locked.py more

@@ -1,9 +1,11 @@
-"""The three standard protocols by which a peer behind NAT learns its address and is reached directly.
+"""The standard protocols by which a peer behind NAT learns its address and is reached directly.
 
 - identify, `/ipfs/id/1.0.0`: a peer says under which address it sees us
   (https://github.com/libp2p/specs/blob/master/identify/README.md). libp2p's host answers it; asking is here.
 - AutoNAT 1, `/libp2p/autonat/1.0.0`: asks a peer to dial us back
   (https://github.com/libp2p/specs/blob/master/autonat/autonat-v1.md).
+- AutoNAT 2, `/libp2p/autonat/2/dial-request` and `/dial-back`: the peer dials one address, and brings a number there
+  (https://github.com/libp2p/specs/blob/master/autonat/autonat-v2.md).
 - DCUtR, `/libp2p/dcutr`: two peers connected through a relay agree on when to dial each other directly
   (https://github.com/libp2p/specs/blob/master/relay/DCUtR.md). The side that accepted the relayed connection starts.
 
@@ -12,7 +14,7 @@ Addresses are textual multiaddrs here.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -23,7 +25,7 @@ from multiaddr import Multiaddr
 from ..crypto.identity import peer_id_from_bytes, peer_id_to_bytes
 from . import standard_pb2 as standard
 from .delimited import DelimitedStream
-from .framing import ProtocolError
+from .framing import ProtocolError, StreamTimeout
 
 IDENTIFY: Final = "/ipfs/id/1.0.0"
 
@@ -36,6 +38,9 @@ class TraversalLimits:
     max_listed: int = 64
     autonat_max_message: int = 8 * 1024  # bytes
     autonat_max_addrs: int = 16  # in one request
+    dial_data: tuple[int, int] = (30_000, 100_000)
+    """Bytes that a dial to another IP address costs who asks for it: least and most, by AutoNAT 2."""
+    dial_piece: int = 4096  # of these bytes, in one message
     max_text: int = 200  # characters
     max_addr: int = 512  # bytes
     punch_max_addrs: int = 8
@@ -43,6 +48,8 @@ class TraversalLimits:
 
 TRAVERSAL: Final = TraversalLimits()
 AUTONAT: Final = "/libp2p/autonat/1.0.0"
+DIAL_REQUEST: Final = "/libp2p/autonat/2/dial-request"
+DIAL_BACK: Final = "/libp2p/autonat/2/dial-back"
 PUNCH: Final = "/libp2p/dcutr"
 
 
@@ -168,6 +175,97 @@ def read_addr(data: bytes) -> Multiaddr | None:
 def readable_addrs(addrs: Iterable[bytes]) -> tuple[str, ...]:
     """The multiaddrs among these bytes, as texts; what cannot be read is left out."""
     return tuple(str(addr) for addr in map(read_addr, addrs) if addr is not None)
+
+
+# --- AutoNAT 2
+
+
+async def ask_dial(stream: DelimitedStream, addrs: Sequence[str], nonce: int, *, timeout: float) -> DialAnswer:
+    """Asks for a dial-back to the first of `addrs` that the peer is willing to dial, and pays for that in bytes if it
+    wants some. Waits for each answer for `timeout` seconds.
+
+    The address of the returned answer is the one that was dialed, with success or without. That it was dialed is proven
+    only by the nonce on a stream of `DIAL_BACK`.
+
+    Raises:
+        PeerError: no answer in time, none that can be read, or one that asks for too much.
+    """
+    request = standard.AutoNat2.DialRequest(
+        addrs=[Multiaddr(addr).to_bytes() for addr in addrs[: TRAVERSAL.autonat_max_addrs]], nonce=nonce
+    )
+    await stream.send(standard.AutoNat2(dial_request=request), timeout=timeout)
+    message = await stream.receive(standard.AutoNat2, timeout=timeout)
+    if message.HasField("dial_data_request"):
+        price = message.dial_data_request.num_bytes
+        if price > TRAVERSAL.dial_data[1]:
+            raise ProtocolError(f"{stream.peer_id} asks for {price} bytes before it dials", stream.peer_id)
+        data = standard.AutoNat2.DialDataResponse(data=bytes(TRAVERSAL.dial_piece))
+        for _ in range(0, price, TRAVERSAL.dial_piece):
+            await stream.send(standard.AutoNat2(dial_data_response=data), timeout=timeout)
+        message = await stream.receive(standard.AutoNat2, timeout=timeout)
+    response = message.dial_response
+    if response.status != standard.AutoNat2.ANSWERED or response.addr_idx >= len(addrs):
+        return DialAnswer(DialStatus.DIAL_REFUSED)
+    status = {
+        standard.AutoNat2.OK: DialStatus.OK,
+        standard.AutoNat2.E_DIAL_ERROR: DialStatus.DIAL_ERROR,
+    }.get(response.dial_status, DialStatus.INTERNAL_ERROR)
+    return DialAnswer(status, addr=addrs[response.addr_idx])
+
+
+async def receive_dial_request(stream: DelimitedStream, *, timeout: float) -> tuple[tuple[str, ...], int]:
+    """The addresses to choose from, empty texts for those that cannot be read, and the nonce.
+
+    Raises:
+        PeerError: no request came within `timeout` seconds.
+    """
+    message = await stream.receive(standard.AutoNat2, timeout=timeout)
+    if not message.HasField("dial_request"):
+        raise ProtocolError(f"{stream.peer_id} asks for no dial-back", stream.peer_id)
+    request = message.dial_request
+    addrs = map(read_addr, request.addrs[: TRAVERSAL.autonat_max_addrs])
+    return tuple("" if addr is None else str(addr) for addr in addrs), request.nonce
+
+
+async def demand_bytes(stream: DelimitedStream, index: int, size: int, *, timeout: float) -> None:
+    """Has the peer send `size` bytes before one of its addresses is dialed: nobody then gains by having others dialed.
+
+    Raises:
+        PeerError: they did not come within `timeout` seconds.
+    """
+    demand = standard.AutoNat2.DialDataRequest(addr_idx=index, num_bytes=size)
+    await stream.send(standard.AutoNat2(dial_data_request=demand), timeout=timeout)
+    with trio.move_on_after(timeout):
+        while size > 0:
+            message = await stream.receive(standard.AutoNat2, timeout=timeout)
+            if not message.dial_data_response.data:
+                raise ProtocolError(f"{stream.peer_id} sent none of the bytes that its dial costs", stream.peer_id)
+            size -= len(message.dial_data_response.data)
+        return
+    raise StreamTimeout(f"{stream.peer_id} did not send what its dial costs within {timeout:g} s", stream.peer_id)
+
+
+async def bring_nonce(stream: DelimitedStream, nonce: int, *, timeout: float) -> None:
+    """Says the nonce at the address that was dialed.
+
+    Raises:
+        PeerError: the peer did not say within `timeout` seconds that it has it.
+    """
+    await stream.send(standard.AutoNat2.DialBack(nonce=nonce), timeout=timeout)
+    await stream.receive(standard.AutoNat2.DialBackResponse, timeout=timeout)
+
+
+async def take_nonce(stream: DelimitedStream, awaited: Container[int], *, timeout: float) -> int:
+    """The nonce that a peer brings, one of `awaited`.
+
+    Raises:
+        PeerError: none of them came within `timeout` seconds.
+    """
+    nonce = (await stream.receive(standard.AutoNat2.DialBack, timeout=timeout)).nonce
+    if nonce not in awaited:
+        raise ProtocolError(f"{stream.peer_id} brings a number that nobody waits for", stream.peer_id)
+    await stream.send(standard.AutoNat2.DialBackResponse(status=0), timeout=timeout)
+    return nonce
 
 
 # --- DCUtR

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0estandard.proto\x12\x12petalnode.standard\"\x8c\x04\n\x07\x41utoNat\x12.\n\x04type\x18\x01 \x01(\x0e\x32 .petalnode.standard.AutoNat.Type\x12.\n\x04\x64ial\x18\x02 \x01(\x0b\x32 .petalnode.standard.AutoNat.Dial\x12?\n\rdial_response\x18\x03 \x01(\x0b\x32(.petalnode.standard.AutoNat.DialResponse\x1a%\n\x08PeerInfo\x12\n\n\x02id\x18\x01 \x01(\x0c\x12\r\n\x05\x61\x64\x64rs\x18\x02 \x03(\x0c\x1a:\n\x04\x44ial\x12\x32\n\x04peer\x18\x01 \x01(\x0b\x32$.petalnode.standard.AutoNat.PeerInfo\x1am\n\x0c\x44ialResponse\x12:\n\x06status\x18\x01 \x01(\x0e\x32*.petalnode.standard.AutoNat.ResponseStatus\x12\x13\n\x0bstatus_text\x18\x02 \x01(\t\x12\x0c\n\x04\x61\x64\x64r\x18\x03 \x01(\x0c\"#\n\x04Type\x12\x08\n\x04\x44IAL\x10\x00\x12\x11\n\rDIAL_RESPONSE\x10\x01\"i\n\x0eResponseStatus\x12\x06\n\x02OK\x10\x00\x12\x10\n\x0c\x45_DIAL_ERROR\x10\x64\x12\x12\n\x0e\x45_DIAL_REFUSED\x10\x65\x12\x12\n\rE_BAD_REQUEST\x10\xc8\x01\x12\x15\n\x10\x45_INTERNAL_ERROR\x10\xac\x02\"u\n\tHolePunch\x12\x30\n\x04type\x18\x01 \x01(\x0e\x32\".petalnode.standard.HolePunch.Type\x12\x16\n\x0eobserved_addrs\x18\x02 \x03(\x0c\"\x1e\n\x04Type\x12\x0b\n\x07\x43ONNECT\x10\x64\x12\t\n\x04SYNC\x10\xac\x02\"&\n\tRelayPeer\x12\n\n\x02id\x18\x01 \x01(\x0c\x12\r\n\x05\x61\x64\x64rs\x18\x02 \x03(\x0c\"B\n\x10RelayReservation\x12\x0e\n\x06\x65xpire\x18\x01 \x01(\x04\x12\r\n\x05\x61\x64\x64rs\x18\x02 \x03(\x0c\x12\x0f\n\x07voucher\x18\x03 \x01(\x0c\"?\n\x0cRelayVoucher\x12\r\n\x05relay\x18\x01 \x01(\x0c\x12\x0c\n\x04peer\x18\x02 \x01(\x0c\x12\x12\n\nexpiration\x18\x03 \x01(\x04\",\n\nRelayLimit\x12\x10\n\x08\x64uration\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x04\"\xb5\x02\n\nHopMessage\x12\x31\n\x04type\x18\x01 \x01(\x0e\x32#.petalnode.standard.HopMessage.Type\x12+\n\x04peer\x18\x02 \x01(\x0b\x32\x1d.petalnode.standard.RelayPeer\x12\x39\n\x0breservation\x18\x03 \x01(\x0b\x32$.petalnode.standard.RelayReservation\x12-\n\x05limit\x18\x04 \x01(\x0b\x32\x1e.petalnode.standard.RelayLimit\x12/\n\x06status\x18\x05 \x01(\x0e\x32\x1f.petalnode.standard.RelayStatus\",\n\x04Type\x12\x0b\n\x07RESERVE\x10\x00\x12\x0b\n\x07\x43ONNECT\x10\x01\x12\n\n\x06STATUS\x10\x02\"\xef\x01\n\x0bStopMessage\x12\x32\n\x04type\x18\x01 \x01(\x0e\x32$.petalnode.standard.StopMessage.Type\x12+\n\x04peer\x18\x02 \x01(\x0b\x32\x1d.petalnode.standard.RelayPeer\x12-\n\x05limit\x18\x03 \x01(\x0b\x32\x1e.petalnode.standard.RelayLimit\x12/\n\x06status\x18\x04 \x01(\x0e\x32\x1f.petalnode.standard.RelayStatus\"\x1f\n\x04Type\x12\x0b\n\x07\x43ONNECT\x10\x00\x12\n\n\x06STATUS\x10\x01\"J\n\x08Identify\x12\x14\n\x0clisten_addrs\x18\x02 \x03(\x0c\x12\x11\n\tprotocols\x18\x03 \x03(\t\x12\x15\n\robserved_addr\x18\x04 \x01(\x0c*\xcf\x01\n\x0bRelayStatus\x12\n\n\x06UNUSED\x10\x00\x12\x06\n\x02OK\x10\x64\x12\x18\n\x13RESERVATION_REFUSED\x10\xc8\x01\x12\x1c\n\x17RESOURCE_LIMIT_EXCEEDED\x10\xc9\x01\x12\x16\n\x11PERMISSION_DENIED\x10\xca\x01\x12\x16\n\x11\x43ONNECTION_FAILED\x10\xcb\x01\x12\x13\n\x0eNO_RESERVATION\x10\xcc\x01\x12\x16\n\x11MALFORMED_MESSAGE\x10\x90\x03\x12\x17\n\x12UNEXPECTED_MESSAGE\x10\x91\x03')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0estandard.proto\x12\x12petalnode.standard\"\x8c\x04\n\x07\x41utoNat\x12.\n\x04type\x18\x01 \x01(\x0e\x32 .petalnode.standard.AutoNat.Type\x12.\n\x04\x64ial\x18\x02 \x01(\x0b\x32 .petalnode.standard.AutoNat.Dial\x12?\n\rdial_response\x18\x03 \x01(\x0b\x32(.petalnode.standard.AutoNat.DialResponse\x1a%\n\x08PeerInfo\x12\n\n\x02id\x18\x01 \x01(\x0c\x12\r\n\x05\x61\x64\x64rs\x18\x02 \x03(\x0c\x1a:\n\x04\x44ial\x12\x32\n\x04peer\x18\x01 \x01(\x0b\x32$.petalnode.standard.AutoNat.PeerInfo\x1am\n\x0c\x44ialResponse\x12:\n\x06status\x18\x01 \x01(\x0e\x32*.petalnode.standard.AutoNat.ResponseStatus\x12\x13\n\x0bstatus_text\x18\x02 \x01(\t\x12\x0c\n\x04\x61\x64\x64r\x18\x03 \x01(\x0c\"#\n\x04Type\x12\x08\n\x04\x44IAL\x10\x00\x12\x11\n\rDIAL_RESPONSE\x10\x01\"i\n\x0eResponseStatus\x12\x06\n\x02OK\x10\x00\x12\x10\n\x0c\x45_DIAL_ERROR\x10\x64\x12\x12\n\x0e\x45_DIAL_REFUSED\x10\x65\x12\x12\n\rE_BAD_REQUEST\x10\xc8\x01\x12\x15\n\x10\x45_INTERNAL_ERROR\x10\xac\x02\"\xc2\x06\n\x08\x41utoNat2\x12@\n\x0c\x64ial_request\x18\x01 \x01(\x0b\x32(.petalnode.standard.AutoNat2.DialRequestH\x00\x12\x42\n\rdial_response\x18\x02 \x01(\x0b\x32).petalnode.standard.AutoNat2.DialResponseH\x00\x12I\n\x11\x64ial_data_request\x18\x03 \x01(\x0b\x32,.petalnode.standard.AutoNat2.DialDataRequestH\x00\x12K\n\x12\x64ial_data_response\x18\x04 \x01(\x0b\x32-.petalnode.standard.AutoNat2.DialDataResponseH\x00\x1a+\n\x0b\x44ialRequest\x12\r\n\x05\x61\x64\x64rs\x18\x01 \x03(\x0c\x12\r\n\x05nonce\x18\x02 \x01(\x06\x1a\x9b\x01\n\x0c\x44ialResponse\x12;\n\x06status\x18\x01 \x01(\x0e\x32+.petalnode.standard.AutoNat2.ResponseStatus\x12\x10\n\x08\x61\x64\x64r_idx\x18\x02 \x01(\r\x12<\n\x0b\x64ial_status\x18\x03 \x01(\x0e\x32\'.petalnode.standard.AutoNat2.DialStatus\x1a\x36\n\x0f\x44ialDataRequest\x12\x10\n\x08\x61\x64\x64r_idx\x18\x01 \x01(\r\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x1a \n\x10\x44ialDataResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x1a\x19\n\x08\x44ialBack\x12\r\n\x05nonce\x18\x01 \x01(\x06\x1a\"\n\x10\x44ialBackResponse\x12\x0e\n\x06status\x18\x01 \x01(\r\"a\n\x0eResponseStatus\x12\x14\n\x10\x45_INTERNAL_ERROR\x10\x00\x12\x16\n\x12\x45_REQUEST_REJECTED\x10\x64\x12\x12\n\x0e\x45_DIAL_REFUSED\x10\x65\x12\r\n\x08\x41NSWERED\x10\xc8\x01\"J\n\nDialStatus\x12\n\n\x06UNUSED\x10\x00\x12\x10\n\x0c\x45_DIAL_ERROR\x10\x64\x12\x15\n\x11\x45_DIAL_BACK_ERROR\x10\x65\x12\x07\n\x02OK\x10\xc8\x01\x42\x05\n\x03msg\"u\n\tHolePunch\x12\x30\n\x04type\x18\x01 \x01(\x0e\x32\".petalnode.standard.HolePunch.Type\x12\x16\n\x0eobserved_addrs\x18\x02 \x03(\x0c\"\x1e\n\x04Type\x12\x0b\n\x07\x43ONNECT\x10\x64\x12\t\n\x04SYNC\x10\xac\x02\"&\n\tRelayPeer\x12\n\n\x02id\x18\x01 \x01(\x0c\x12\r\n\x05\x61\x64\x64rs\x18\x02 \x03(\x0c\"B\n\x10RelayReservation\x12\x0e\n\x06\x65xpire\x18\x01 \x01(\x04\x12\r\n\x05\x61\x64\x64rs\x18\x02 \x03(\x0c\x12\x0f\n\x07voucher\x18\x03 \x01(\x0c\"?\n\x0cRelayVoucher\x12\r\n\x05relay\x18\x01 \x01(\x0c\x12\x0c\n\x04peer\x18\x02 \x01(\x0c\x12\x12\n\nexpiration\x18\x03 \x01(\x04\",\n\nRelayLimit\x12\x10\n\x08\x64uration\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x04\"\xb5\x02\n\nHopMessage\x12\x31\n\x04type\x18\x01 \x01(\x0e\x32#.petalnode.standard.HopMessage.Type\x12+\n\x04peer\x18\x02 \x01(\x0b\x32\x1d.petalnode.standard.RelayPeer\x12\x39\n\x0breservation\x18\x03 \x01(\x0b\x32$.petalnode.standard.RelayReservation\x12-\n\x05limit\x18\x04 \x01(\x0b\x32\x1e.petalnode.standard.RelayLimit\x12/\n\x06status\x18\x05 \x01(\x0e\x32\x1f.petalnode.standard.RelayStatus\",\n\x04Type\x12\x0b\n\x07RESERVE\x10\x00\x12\x0b\n\x07\x43ONNECT\x10\x01\x12\n\n\x06STATUS\x10\x02\"\xef\x01\n\x0bStopMessage\x12\x32\n\x04type\x18\x01 \x01(\x0e\x32$.petalnode.standard.StopMessage.Type\x12+\n\x04peer\x18\x02 \x01(\x0b\x32\x1d.petalnode.standard.RelayPeer\x12-\n\x05limit\x18\x03 \x01(\x0b\x32\x1e.petalnode.standard.RelayLimit\x12/\n\x06status\x18\x04 \x01(\x0e\x32\x1f.petalnode.standard.RelayStatus\"\x1f\n\x04Type\x12\x0b\n\x07\x43ONNECT\x10\x00\x12\n\n\x06STATUS\x10\x01\"J\n\x08Identify\x12\x14\n\x0clisten_addrs\x18\x02 \x03(\x0c\x12\x11\n\tprotocols\x18\x03 \x03(\t\x12\x15\n\robserved_addr\x18\x04 \x01(\x0c*\xcf\x01\n\x0bRelayStatus\x12\n\n\x06UNUSED\x10\x00\x12\x06\n\x02OK\x10\x64\x12\x18\n\x13RESERVATION_REFUSED\x10\xc8\x01\x12\x1c\n\x17RESOURCE_LIMIT_EXCEEDED\x10\xc9\x01\x12\x16\n\x11PERMISSION_DENIED\x10\xca\x01\x12\x16\n\x11\x43ONNECTION_FAILED\x10\xcb\x01\x12\x13\n\x0eNO_RESERVATION\x10\xcc\x01\x12\x16\n\x11MALFORMED_MESSAGE\x10\x90\x03\x12\x17\n\x12UNEXPECTED_MESSAGE\x10\x91\x03')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'standard_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RELAYSTATUS']._serialized_start=1534
-  _globals['_RELAYSTATUS']._serialized_end=1741
+  _globals['_RELAYSTATUS']._serialized_start=2371
+  _globals['_RELAYSTATUS']._serialized_end=2578
   _globals['_AUTONAT']._serialized_start=39
   _globals['_AUTONAT']._serialized_end=563
   _globals['_AUTONAT_PEERINFO']._serialized_start=211
@@ -45,26 +45,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_AUTONAT_TYPE']._serialized_end=456
   _globals['_AUTONAT_RESPONSESTATUS']._serialized_start=458
   _globals['_AUTONAT_RESPONSESTATUS']._serialized_end=563
-  _globals['_HOLEPUNCH']._serialized_start=565
-  _globals['_HOLEPUNCH']._serialized_end=682
-  _globals['_HOLEPUNCH_TYPE']._serialized_start=652
-  _globals['_HOLEPUNCH_TYPE']._serialized_end=682
-  _globals['_RELAYPEER']._serialized_start=684
-  _globals['_RELAYPEER']._serialized_end=722
-  _globals['_RELAYRESERVATION']._serialized_start=724
-  _globals['_RELAYRESERVATION']._serialized_end=790
-  _globals['_RELAYVOUCHER']._serialized_start=792
-  _globals['_RELAYVOUCHER']._serialized_end=855
-  _globals['_RELAYLIMIT']._serialized_start=857
-  _globals['_RELAYLIMIT']._serialized_end=901
-  _globals['_HOPMESSAGE']._serialized_start=904
-  _globals['_HOPMESSAGE']._serialized_end=1213
-  _globals['_HOPMESSAGE_TYPE']._serialized_start=1169
-  _globals['_HOPMESSAGE_TYPE']._serialized_end=1213
-  _globals['_STOPMESSAGE']._serialized_start=1216
-  _globals['_STOPMESSAGE']._serialized_end=1455
-  _globals['_STOPMESSAGE_TYPE']._serialized_start=1424
-  _globals['_STOPMESSAGE_TYPE']._serialized_end=1455
-  _globals['_IDENTIFY']._serialized_start=1457
-  _globals['_IDENTIFY']._serialized_end=1531
+  _globals['_AUTONAT2']._serialized_start=566
+  _globals['_AUTONAT2']._serialized_end=1400
+  _globals['_AUTONAT2_DIALREQUEST']._serialized_start=864
+  _globals['_AUTONAT2_DIALREQUEST']._serialized_end=907
+  _globals['_AUTONAT2_DIALRESPONSE']._serialized_start=910
+  _globals['_AUTONAT2_DIALRESPONSE']._serialized_end=1065
+  _globals['_AUTONAT2_DIALDATAREQUEST']._serialized_start=1067
+  _globals['_AUTONAT2_DIALDATAREQUEST']._serialized_end=1121
+  _globals['_AUTONAT2_DIALDATARESPONSE']._serialized_start=1123
+  _globals['_AUTONAT2_DIALDATARESPONSE']._serialized_end=1155
+  _globals['_AUTONAT2_DIALBACK']._serialized_start=1157
+  _globals['_AUTONAT2_DIALBACK']._serialized_end=1182
+  _globals['_AUTONAT2_DIALBACKRESPONSE']._serialized_start=1184
+  _globals['_AUTONAT2_DIALBACKRESPONSE']._serialized_end=1218
+  _globals['_AUTONAT2_RESPONSESTATUS']._serialized_start=1220
+  _globals['_AUTONAT2_RESPONSESTATUS']._serialized_end=1317
+  _globals['_AUTONAT2_DIALSTATUS']._serialized_start=1319
+  _globals['_AUTONAT2_DIALSTATUS']._serialized_end=1393
+  _globals['_HOLEPUNCH']._serialized_start=1402
+  _globals['_HOLEPUNCH']._serialized_end=1519
+  _globals['_HOLEPUNCH_TYPE']._serialized_start=1489
+  _globals['_HOLEPUNCH_TYPE']._serialized_end=1519
+  _globals['_RELAYPEER']._serialized_start=1521
+  _globals['_RELAYPEER']._serialized_end=1559
+  _globals['_RELAYRESERVATION']._serialized_start=1561
+  _globals['_RELAYRESERVATION']._serialized_end=1627
+  _globals['_RELAYVOUCHER']._serialized_start=1629
+  _globals['_RELAYVOUCHER']._serialized_end=1692
+  _globals['_RELAYLIMIT']._serialized_start=1694
+  _globals['_RELAYLIMIT']._serialized_end=1738
+  _globals['_HOPMESSAGE']._serialized_start=1741
+  _globals['_HOPMESSAGE']._serialized_end=2050
+  _globals['_HOPMESSAGE_TYPE']._serialized_start=2006
+  _globals['_HOPMESSAGE_TYPE']._serialized_end=2050
+  _globals['_STOPMESSAGE']._serialized_start=2053
+  _globals['_STOPMESSAGE']._serialized_end=2292
+  _globals['_STOPMESSAGE_TYPE']._serialized_start=2261
+  _globals['_STOPMESSAGE_TYPE']._serialized_end=2292
+  _globals['_IDENTIFY']._serialized_start=2294
+  _globals['_IDENTIFY']._serialized_end=2368
 # @@protoc_insertion_point(module_scope)

@@ -16,8 +16,8 @@ from petalnode.node.credits.issuer import CreditsService
 from petalnode.node.network.dht import Dht
 from petalnode.node.network.gossip import Gossip
 from petalnode.node.network.host import Host
-from petalnode.node.network.nat.autonat import DialBackService
 from petalnode.node.network.nat.circuits import Circuits
+from petalnode.node.network.nat.dial_back import DialBackService
 from petalnode.node.network.nat.hole_punching import HolePuncher
 from petalnode.node.network.nat.relay import RelayService
 from petalnode.node.network.transport.connections import Network

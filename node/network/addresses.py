@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import ipaddress
 import socket
@@ -16,7 +17,7 @@ from multiaddr.exceptions import Error as MultiaddrError
 
 from ...crypto.identity import peer_id_to_bytes
 from ...protocols.nat_traversal import readable_addrs
-from ..errors import BadInput
+from ..errors import BadInput, MachineError
 
 _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 _HOSTS: Final = ("ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr")
@@ -369,3 +370,23 @@ def plain_ip(text: str) -> IPAddress:
     """
     ip = ipaddress.ip_address(text)
     return (ip.version == 6 and ip.ipv4_mapped) or ip
+
+
+def check_free(addr: Multiaddr) -> None:
+    """libp2p listens with SO_REUSEPORT: a second node on a port would silently get half of the connections.
+
+    Raises:
+        MachineError: the port is in use, or the address is none of this machine.
+    """
+    family, port = port_of(addr)
+    with socket.socket(family, socket.SOCK_DGRAM if is_webrtc(addr) else socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host_of(addr), port))
+        except OSError as error:
+            advice = {
+                errno.EADDRINUSE: "stop the node that uses the port, or choose another one (0 takes a free one)",
+                errno.EADDRNOTAVAIL: "this machine has no such address; /ip4/0.0.0.0/... takes all it has",
+                errno.EACCES: "choose a port above 1023",
+            }.get(error.errno or 0, "choose another address")
+            raise MachineError(f"cannot listen on {addr}: {error.strerror}; {advice}") from error

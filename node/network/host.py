@@ -6,7 +6,6 @@ readers reset after 5 s, frozen peers never noticed).
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import logging
 import socket
@@ -18,6 +17,7 @@ from libp2p.custom_types import StreamHandlerFn, TProtocol
 from libp2p.host import basic_host
 from libp2p.host.basic_host import BasicHost
 from libp2p.identity.identify import identify as libp2p_identify
+from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.peer.envelope import Envelope, make_unsigned
 from libp2p.peer.id import ID
@@ -26,7 +26,7 @@ from multiaddr import Multiaddr
 from ...crypto.identity import Identity
 from ..errors import MachineError
 from ..version import __version__
-from .addresses import concrete, dialable, host_of, ip_of, is_loopback, is_webrtc, port_of
+from .addresses import check_free, concrete, dialable, ip_of, is_loopback, is_webrtc, port_of
 from .shares import origin_of_ip
 from .standard_protocols import IDENTIFY_PUSH, PING, answer_pings, identify, keep_identified, take_pushes
 from .transport.address_book import AnnouncementSources
@@ -206,6 +206,20 @@ class Host:
         if not found:
             raise ConnectionError("; ".join(reasons) or f"no answer within {timeout:g} s")
         return found[0]
+
+    @contextlib.asynccontextmanager
+    async def apart(self, peer_id: str, addr: Multiaddr) -> AsyncIterator[Connection]:
+        """A connection dialed for the length of the block, which nobody else uses.
+
+        Raises:
+            Exception: of many kinds, if there is none; see `reason_of`.
+        """
+        muxer = await self._network.dial_apart(addr, _id(peer_id))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(muxer.start)
+            await muxer.event_started.wait()
+            yield Connection(SwarmConn(muxer, self._network))
+            await muxer.close()
 
     async def adopt(
         self,
@@ -391,7 +405,7 @@ async def open_host(
     quiet_logs()
     trio.socket.set_custom_socket_factory(PromptSockets())  # for the rest of this run of trio
     for addr in listen:
-        _check_free(addr)
+        check_free(addr)
     on_loopback = bool(listen) and all(is_loopback(addr) for addr in (*listen, *announce))
     bandwidth = Bandwidth.of(max_upload, max_download)
     webrtc = any(map(is_webrtc, listen))
@@ -432,19 +446,3 @@ async def _guarded(serve_stream: StreamHandlerFn, stream: NetStream) -> None:
     # libp2p's handlers close streams in our direction only; what the peer says then is read by nobody.
     if stream.muxed_stream.write_closed:
         stream.muxed_stream.discard()
-
-
-def _check_free(addr: Multiaddr) -> None:
-    """libp2p listens with SO_REUSEPORT: a second node on a port would silently get half of the connections."""
-    family, port = port_of(addr)
-    with socket.socket(family, socket.SOCK_DGRAM if is_webrtc(addr) else socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host_of(addr), port))
-        except OSError as error:
-            advice = {
-                errno.EADDRINUSE: "stop the node that uses the port, or choose another one (0 takes a free one)",
-                errno.EADDRNOTAVAIL: "this machine has no such address; /ip4/0.0.0.0/... takes all it has",
-                errno.EACCES: "choose a port above 1023",
-            }.get(error.errno or 0, "choose another address")
-            raise MachineError(f"cannot listen on {addr}: {error.strerror}; {advice}") from error

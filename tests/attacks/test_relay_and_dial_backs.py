@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from ipaddress import ip_address
 
-from petalnode.node.network.nat.autonat import Budget
+from petalnode.node.network.nat.dial_back import Budget
 from petalnode.node.network.nat.relay import RelayLimits, RelayLoad, admit_circuit, admit_reservation
 from petalnode.protocols import standard_pb2 as pb
 
@@ -50,8 +50,8 @@ def test_five_addresses_leave_circuits_to_everybody() -> None:
 def test_five_addresses_leave_dial_backs_to_a_sixth() -> None:
     budget = Budget()
     for number in range(KEYS):
-        budget.take(ip_address(f"203.0.113.{number % len(ADDRESSES)}"), 0.0)
-    assert budget.take(ip_address("198.51.100.7"), 0.0), "while all of theirs still run"
+        budget.take(ip_address(f"203.0.113.{number % len(ADDRESSES)}"), now=0.0)
+    assert budget.take(ip_address("198.51.100.7"), now=0.0), "while all of theirs still run"
 
 
 def test_one_networks_line_has_one_addresss_dial_backs() -> None:
@@ -59,8 +59,8 @@ def test_one_networks_line_has_one_addresss_dial_backs() -> None:
     taken = 0
     for number in range(KEYS):
         own = ip_address(f"2001:db8:1:2::{number + 1:x}")
-        if budget.take(own, 0.0):
+        if budget.take(own, now=0.0):
             taken += 1
             budget.give_back(own)
     assert taken == 6
-    assert budget.take(ip_address("2001:db8:1:3::1"), 0.0)
+    assert budget.take(ip_address("2001:db8:1:3::1"), now=0.0)

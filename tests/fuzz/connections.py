@@ -27,8 +27,9 @@ from petalnode.node.network.dht import Dht
 from petalnode.node.network.host import Host, open_host
 from petalnode.node.network.kad_store import MODELS_KEY, server_key
 from petalnode.node.network.nat import hole_punching
-from petalnode.node.network.nat.autonat import DialBackService, local_endpoints
+from petalnode.node.network.nat.autonat import DialRequests, local_endpoints
 from petalnode.node.network.nat.circuits import Circuits
+from petalnode.node.network.nat.dial_back import DialBackService
 from petalnode.node.network.nat.hole_punching import HolePuncher
 from petalnode.node.network.nat.relay import RelayLimits, RelayService
 from petalnode.node.network.transport.limits import NodeLimits
@@ -410,6 +411,7 @@ async def _services(kind: str, host: Host, nursery: trio.Nursery) -> AsyncIterat
     relay = RelayService(host, RelayLimits(circuit_seconds=60))
     relay.start()
     dial_back, circuits = DialBackService(host), Circuits(host)
+    DialRequests(host)
     expect_circuits(circuits)
     node: Any = SimpleNamespace(local=local_endpoints(()), reached=())
     puncher = HolePuncher(host, nursery, node)
@@ -478,6 +480,11 @@ NAT: Final[Mapping[str, tuple[Message, ...]]] = {
             dial=standard.AutoNat.Dial(peer=standard.AutoNat.PeerInfo(id=_ID, addrs=_ADDRS)),
         ),
     ),
+    nat_traversal.DIAL_REQUEST: (
+        standard.AutoNat2(dial_request=standard.AutoNat2.DialRequest(addrs=_ADDRS, nonce=7)),
+        *[standard.AutoNat2(dial_data_response=standard.AutoNat2.DialDataResponse(data=bytes(4096)))] * 8,
+    ),
+    nat_traversal.DIAL_BACK: (standard.AutoNat2.DialBack(nonce=7),),
     nat_traversal.PUNCH: (standard.HolePunch(type=standard.HolePunch.CONNECT, observed_addrs=_ADDRS), _SYNC),
     nat_traversal.IDENTIFY: (_IDENTIFY,),
     "/ipfs/id/push/1.0.0": (_IDENTIFY,),

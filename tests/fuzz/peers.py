@@ -40,7 +40,14 @@ from petalnode.protocols.directory import (
     records_page,
 )
 from petalnode.protocols.inference import from_wire, receipt_to_wire, to_wire
-from petalnode.protocols.nat_traversal import TRAVERSAL, ask_dial_back, ask_identify, exchange_first, exchange_second
+from petalnode.protocols.nat_traversal import (
+    TRAVERSAL,
+    ask_dial,
+    ask_dial_back,
+    ask_identify,
+    exchange_first,
+    exchange_second,
+)
 from tests.directories import a_directory
 from tests.fuzz import corpus
 from tests.fuzz.corpus import ATTACKER, NOW_MS, OTHER, SERVER, VALIDATOR, VERSION
@@ -274,6 +281,10 @@ _DIALED: Final = standard.AutoNat(
     type=standard.AutoNat.DIAL_RESPONSE,
     dial_response=standard.AutoNat.DialResponse(status=standard.AutoNat.OK, status_text="ok", addr=_ADDR),
 )
+_PRICE: Final = standard.AutoNat2(dial_data_request=standard.AutoNat2.DialDataRequest(num_bytes=9000))
+_DIALED_ONE: Final = standard.AutoNat2(
+    dial_response=standard.AutoNat2.DialResponse(status=standard.AutoNat2.ANSWERED, dial_status=standard.AutoNat2.OK)
+)
 _SHORT: Final = 4096
 TARGETS: Final[tuple[Target, ...]] = (
     Target("questions to a node", 8, _to_node, _node, 400.0, peak=4 << 20),
@@ -364,6 +375,14 @@ TARGETS: Final[tuple[Target, ...]] = (
         2,
         partial(ask_dial_back, own_peer_id=SERVER.peer_id, addrs=["/ip4/1.2.3.4/tcp/1"], timeout=5.0),
         _of(_DIALED),
+        None,
+        max_header=8192,
+    ),
+    asking(
+        "asked to dial one address",
+        2,
+        partial(ask_dial, addrs=["/ip4/1.2.3.4/tcp/1"], nonce=7, timeout=5.0),
+        _of(_PRICE, _DIALED_ONE),
         None,
         max_header=8192,
     ),

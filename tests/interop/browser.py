@@ -168,8 +168,12 @@ def _url_of(request: dict[str, Any]) -> str:
 
 
 @contextmanager
-def firefox(insecure: bool, _: Sequence[str]) -> Iterator[Tab]:
+def firefox(insecure: bool, arguments: Sequence[str]) -> Iterator[Tab]:
+    """`arguments` are preferences, NAME=VALUE each."""
     with tempfile.TemporaryDirectory() as profile:
+        preferences = (argument.partition("=") for argument in arguments)
+        lines = [f'user_pref("{name}", {value});\n' for name, _, value in preferences]
+        Path(profile, "user.js").write_text("".join(lines))
         command = ["firefox-esr", "--headless", "--no-remote", "--profile", profile, "--remote-debugging-port", "0"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         try:

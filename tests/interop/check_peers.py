@@ -90,7 +90,7 @@ def test_other_keys_peers_circuit_and_learn_the_reason(node_starter: Nodes, js: 
 
 @pytest.mark.parametrize("kind", ["js", "go"])
 def test_a_relay_of_theirs_keeps_our_reservation(js: JsNodes, go: GoNodes, tmp_path: Path, kind: str) -> None:
-    """It is not asked for AutoNAT: js-libp2p would close the connection that the reservation hangs on. go-libp2p's
+    """It is not asked for AutoNAT 1: js-libp2p would close the connection that the reservation hangs on. go-libp2p's
     lets 128 KiB through a circuit."""
     with open_lab() as lab, lab_nodes(tmp_path) as nodes:
         host, meeting = lab.host("relay"), nodes.light(lab.host("meeting"), listen=[LISTEN])
@@ -98,7 +98,8 @@ def test_a_relay_of_theirs_keeps_our_reservation(js: JsNodes, go: GoNodes, tmp_p
         if kind == "go":
             relay: JsNode | GoNode = go.start(listen, *PUBLIC, prefix=host.command(()))
         else:
-            relay = js.start(prefix=host.command(()), listen=[listen], announce=[listen], services=["relay", "autonat"])
+            services = ["relay", "autonat", "autonat2"]
+            relay = js.start(prefix=host.command(()), listen=[listen], announce=[listen], services=services)
         address = f"{listen}/p2p/{relay.peer_id}"
         given = {"listen": [LISTEN], "peers": [meeting.address], "relay": address}
         server = nodes.light(lab.nat("home").host("server"), blocks=[0, 4], **given)
@@ -133,15 +134,39 @@ def test_who_reaches_us_through_relay_gets_direct_connection(
         until(lambda: is_direct(node.ask("paths", peer=server)), "a direct connection")
 
 
-def test_autonat_of_go_tells_where_we_are(go: GoNodes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["js", "go"])
+def test_autonat_of_theirs_tells_where_we_are(js: JsNodes, go: GoNodes, tmp_path: Path, kind: str) -> None:
+    """The second version of js-libp2p; p2pd has the first one alone."""
     with open_lab() as lab, lab_nodes(tmp_path) as nodes:
         host = lab.host("theirs")
-        theirs = go.start(f"/ip4/{host.address}/tcp/{PORT}", *PUBLIC, prefix=host.command(()))
-        given = {"listen": [LISTEN], "peers": [theirs.address], "relay": "off"}
+        listen = f"/ip4/{host.address}/tcp/{PORT}"
+        if kind == "go":
+            address = go.start(listen, *PUBLIC, prefix=host.command(())).address
+        else:
+            node = js.start(prefix=host.command(()), listen=[listen], announce=[listen], services=["autonat2", "table"])
+            address = f"{listen}/p2p/{node.peer_id}"
+        given = {"listen": [LISTEN], "peers": [address], "relay": "off"}
         hidden = nodes.light(lab.nat("home").host("hidden"), **given)
         public = nodes.light(lab.host("public"), **given)
         hidden.ask("wait_reachability", kind="unreachable")
         public.ask("wait_reachability", kind="public")
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["where it is seen", "elsewhere"])
+def test_js_learns_from_us_that_it_is_reached(js: JsNodes, tmp_path: Path, elsewhere: bool) -> None:
+    """By AutoNAT 2. At an address where it is not seen, it pays for the dial."""
+    with open_lab() as lab, lab_nodes(tmp_path) as nodes:
+        ours = nodes.light(lab.host("ours"), listen=[LISTEN])
+        host = lab.host("theirs")
+        address = host.address
+        if elsewhere:
+            address = f"{address.rpartition('.')[0]}.99"
+            host.ip(f"address add {address}/24 dev eth0")
+        listen = f"/ip4/{address}/tcp/{PORT}"
+        theirs = js.start(prefix=host.command(()), listen=[listen], services=["autonat2"])
+        assert not any(addr.startswith(listen) for addr in theirs.ask("verified"))
+        assert theirs.ask("connect", peer=ours.address) == ours.peer_id
+        until(lambda: any(addr.startswith(listen) for addr in theirs.ask("verified")), "the dial-back")
 
 
 def relayed_server(lab: Lab, nodes: LabNodes) -> tuple[str, str]:

@@ -26,7 +26,7 @@ from petalnode.node.network.host import Host, open_host
 from petalnode.node.network.transport.stream_bytes import StreamBytes
 from tests.greedy import prompt
 from tests.interop.built import BUILT, NODE, built
-from tests.interop.check_browsers import Page
+from tests.interop.check_browsers import PROGRAMS, Page
 from tests.interop.check_client import Client, expected, options
 from tests.nat.lab import Kind, open_lab, why_not
 from tests.nat.nodes import ToldNode, lab_nodes
@@ -236,6 +236,16 @@ async def test_only_questions_of_the_protocol_are_answered(data: bytes, is_answe
         assert handshakes_of(host) == 0
 
 
+async def test_floods_of_one_network_leave_room_for_others() -> None:
+    """As of somebody who forges addresses near his own."""
+    asked = question("libp2p+webrtc+v1/a", "libp2p+webrtc+v1/a")
+    async with listening() as host:
+        flood = [Stranger(host, f"127.1.{number // 250}.{number % 250 + 1}") for number in range(150)]
+        for stranger in (*flood, last := Stranger(host, "127.2.0.1")):
+            stranger.socket.send(asked)
+        assert await trio.to_thread.run_sync(last.listen)
+
+
 @pytest.fixture
 def folder(models: Path) -> Path:
     return models / "tiny-llama"
@@ -285,11 +295,15 @@ def test_what_cannot_be_listened_at_is_told(node_starter: Nodes, tmp_path: Path)
         assert refused.code == 2 and told in refused.err and "Traceback" not in refused.err, refused
 
 
-@pytest.mark.parametrize("arguments", [(), (FORBIDDEN,)], ids=["first", "second"])
-def test_chromium_reaches_servers_without_domain(tmp_path: Path, arguments: Sequence[str]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [("chromium", ()), ("chromium", (FORBIDDEN,)), ("firefox", ())],
+    ids=["Chromium", "Chromium with the second version", "Firefox"],
+)
+def test_browsers_reach_servers_without_domain(tmp_path: Path, kind: str, arguments: Sequence[str]) -> None:
     """The second version is spoken where the browser forbids what the first one does."""
-    if shutil.which("chromium") is None:
-        pytest.skip("chromium is not installed")
+    if shutil.which(PROGRAMS[kind]) is None:
+        pytest.skip(f"{PROGRAMS[kind]} is not installed")
     if reason := why_not():
         pytest.skip(reason)
     folder = tmp_path / "tiny-llama"
@@ -301,11 +315,11 @@ def test_chromium_reaches_servers_without_domain(tmp_path: Path, arguments: Sequ
         last = nodes.command(lab.host("two"), "serve", str(folder), *join, *listen, "--blocks", "3:6", *SHARED)
         assert last.ready
         address = next(addr for addr in first.ready["addrs"] if "webrtc-direct" in addr)
-        page = Page(nodes, lab.nat("cafe", Kind.SYMMETRIC).host("laptop"), "chromium", arguments=list(arguments))
+        page = Page(nodes, lab.nat("cafe", Kind.SYMMETRIC).host("laptop"), kind, arguments=arguments)
         page.open(address)
         page.generate("how does it go on", 40)
         until(lambda: bool(page.said("done") or page.said("failed")), "the end of the answer")
-        page.tab.ask("picture", path=str(BUILT / f"webrtc-{len(arguments)}.png"))
+        page.tab.ask("picture", path=str(BUILT / f"webrtc-{kind}-{len(arguments)}.png"))
         assert page.said("failed") == "" and page.route() == [first.peer_id, last.peer_id]
         ways = page.run("[...document.querySelectorAll('#route td:last-child')].map(cell => cell.textContent)")
         assert set(ways) == {"direct"}

@@ -5,6 +5,7 @@ import { createInterface } from 'node:readline'
 import { noise } from '@chainsafe/libp2p-noise'
 import { yamux } from '@chainsafe/libp2p-yamux'
 import { autoNAT } from '@libp2p/autonat'
+import { autoNATv2 } from '@libp2p/autonat-v2'
 import { circuitRelayServer, circuitRelayTransport } from '@libp2p/circuit-relay-v2'
 import { generateKeyPair } from '@libp2p/crypto/keys'
 import { dcutr } from '@libp2p/dcutr'
@@ -29,6 +30,7 @@ const table = clientMode => kadDHT({
 })
 const SERVICES = {
   autonat: () => autoNAT(),
+  autonat2: () => autoNATv2(),
   dcutr: () => dcutr(),
   relay: () => circuitRelayServer({ reservations: { applyDefaultLimit: false } }),
   table: () => table(false),
@@ -119,6 +121,8 @@ const COMMANDS = {
     }
     return [...found]
   },
+  // Its own addresses at which others have reached it.
+  verified: () => node.components.addressManager.getAddressesWithMetadata().filter(({ verified }) => verified).map(({ multiaddr }) => multiaddr.toString()),
   counts: () => ({ asked, closed })
 }
 

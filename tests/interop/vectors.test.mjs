@@ -7,6 +7,7 @@ import { base58btc } from 'multiformats/bases/base58'
 import { canonical, concat, digest, hex, isSigned, peerText, sha256 } from './src/canonical.js'
 import { Conversation, Text, lookUp } from './src/conversation.js'
 import { readAnnouncement } from './src/directory.js'
+import { Ends } from './src/ends.js'
 import { halfToFloat, toFloats } from './src/floats.js'
 import { Products, Rows } from './src/rows.js'
 import { numbers } from './src/sampling.js'
@@ -342,6 +343,28 @@ test('the largest product with a vector is exact, by SIMD and without, however n
       products._run = undefined
     }
   }
+})
+
+test('what a configuration leaves out is as in transformers', () => {
+  const tensor = (name, values) => ({ name, dtype: 'F32', data: new Uint8Array(Float32Array.from(values).buffer) })
+  const part = (...tensors) => ({ form: 'safetensors', tensors })
+  const embeddings = part(tensor('embed_tokens.weight', [1, 2, 3, 4]))
+  const head = part(tensor('norm.weight', [1, 1]), tensor('lm_head.weight', [50, 0, 0, 50]))
+  const logits = (type, x, config = {}) => Array.from(new Ends({ model_type: type, hidden_size: 2, ...config }, embeddings, head).logits(Float32Array.from(x)))
+  // The largest one is exact, the others are of 8 bits.
+  const near = (found, values) => {
+    const most = Math.max(...values)
+    found.forEach((value, at) => assert.ok(Math.abs(value - values[at]) < (values[at] === most ? 1e-5 : 0.05) * most, `${found} ${values}`))
+  }
+  const norm = (x, epsilon) => x.map(value => value / Math.sqrt((x[0] ** 2 + x[1] ** 2) / 2 + epsilon))
+  const small = [0.002, 0.001]
+  near(logits('llama', small), norm(small, 1e-6).map(value => 50 * value))
+  near(logits('mixtral', small), norm(small, 1e-5).map(value => 50 * value))
+  const [a, b] = norm(small, 1e-6)
+  near(logits('smollm3', small), [a + 2 * b, 3 * a + 4 * b]) // tied
+  near(logits('gemma', small), [2 * a + 4 * b, 6 * a + 8 * b]) // tied, and 1 + w
+  near(logits('gemma2', small), [2 * a + 4 * b, 6 * a + 8 * b].map(value => 30 * Math.tanh(value / 30)))
+  near(logits('gemma2', small, { final_logit_softcapping: null, tie_word_embeddings: false }), norm(small, 1e-6).map(value => 100 * value))
 })
 
 test('weights as GGUF and safetensors have them', () => {

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
 
+import pytest
 import trio
 from libp2p import new_host
 from libp2p.crypto.ed25519 import create_new_key_pair
@@ -17,8 +18,19 @@ from multiaddr import Multiaddr
 
 from petalnode.node.network.addresses import Endpoint
 from petalnode.node.network.host import Host
-from petalnode.node.network.nat.autonat import Budget, DialBackService, observed_by, request_dial_back
-from petalnode.protocols.nat_traversal import DialStatus
+from petalnode.node.network.nat import dial_back
+from petalnode.node.network.nat.autonat import DialRequests, observed_by, request_dial_back
+from petalnode.node.network.nat.dial_back import Budget, DialBackService
+from petalnode.node.network.transport.stream_bytes import StreamBytes
+from petalnode.protocols import standard_pb2 as standard
+from petalnode.protocols.delimited import DelimitedStream
+from petalnode.protocols.nat_traversal import (
+    DIAL_BACK,
+    DIAL_REQUEST,
+    DialStatus,
+    bring_nonce,
+    receive_dial_request,
+)
 from tests.swarm.relays import host_here
 
 
@@ -67,6 +79,64 @@ async def test_only_the_asking_ip_address_is_dialed():
     await victim[0].aclose()
 
 
+async def test_number_is_brought_where_host_listens():
+    async with two_hosts() as (asking, answering):
+        requests = DialRequests(asking)
+        answer = await requests.ask(answering.peer_id, (listening(asking),))
+        assert answer.status is DialStatus.OK and answer.addr == listening(asking).multiaddr
+        assert len(answering.paths(asking.peer_id)) == 1
+        nowhere = dataclasses.replace(listening(asking), port=1)
+        assert (await requests.ask(answering.peer_id, (nowhere,))).status is DialStatus.DIAL_ERROR
+        # It dials one address only, and is asked for the other one.
+        answer = await requests.ask(answering.peer_id, (nowhere, listening(asking)))
+        assert answer.status is DialStatus.OK and answer.addr == listening(asking).multiaddr
+
+
+@pytest.mark.parametrize("brings", [False, True], ids=["only says so", "over what is there"])
+async def test_who_does_not_dial_proves_nothing(brings: bool):
+    async with host_here(listens=True) as asking, host_here(listens=True) as lying:
+
+        async def lie(raw: StreamBytes, peer_id: str) -> None:
+            stream = DelimitedStream(raw, peer_id)
+            _, nonce = await receive_dial_request(stream, timeout=60)
+            if brings:
+                back = DelimitedStream(await lying.open_stream(peer_id, DIAL_BACK), peer_id)
+                await bring_nonce(back, nonce, timeout=60)
+            said = standard.AutoNat2.DialResponse(status=200, dial_status=200)
+            await stream.send(standard.AutoNat2(dial_response=said), timeout=60)
+
+        lying.set_stream_handler(DIAL_REQUEST, lie)
+        asking.remember(lying.peer_id, lying.addrs())
+        await asking.connect(lying.peer_id)
+        answer = await DialRequests(asking).ask(lying.peer_id, (listening(asking),))
+        assert answer.status is DialStatus.INTERNAL_ERROR and "did not" in answer.text
+
+
+async def test_dial_elsewhere_costs_who_asks(monkeypatch: pytest.MonkeyPatch):
+    """Loopback stands for the internet here: the victim at 127.0.0.2 is dialed when the bytes have come."""
+    monkeypatch.setattr(dial_back, "may_be_dialed", lambda asked, seen: asked.ip.is_loopback)
+    victim = await trio.open_tcp_listeners(0, host="127.0.0.2")
+    there = Multiaddr(f"/ip4/127.0.0.2/tcp/{victim[0].socket.getsockname()[1]}").to_bytes()
+    async with two_hosts() as (asking, answering):
+        raw = await asking.open_stream(answering.peer_id, DIAL_REQUEST)
+        stream = DelimitedStream(raw, answering.peer_id)
+        request = standard.AutoNat2.DialRequest(addrs=[there], nonce=1)
+        await stream.send(standard.AutoNat2(dial_request=request), timeout=60)
+        demand = (await stream.receive(standard.AutoNat2, timeout=60)).dial_data_request
+        assert demand.addr_idx == 0 and 30_000 <= demand.num_bytes <= 100_000
+        with trio.move_on_after(0.2):
+            await victim[0].accept()
+            raise AssertionError("the victim was dialed for nothing")
+        data = standard.AutoNat2.DialDataResponse(data=bytes(4096))
+        for _ in range(0, demand.num_bytes, 4096):
+            await stream.send(standard.AutoNat2(dial_data_response=data), timeout=60)
+        with trio.fail_after(60):
+            await (await victim[0].accept()).aclose()
+        response = (await stream.receive(standard.AutoNat2, timeout=60)).dial_response
+        assert (response.status, response.dial_status) == (200, standard.AutoNat2.E_DIAL_ERROR)
+    await victim[0].aclose()
+
+
 async def test_dial_backs_are_few():
     async with two_hosts() as (asking, answering):
         statuses = []
@@ -75,26 +145,37 @@ async def test_dial_backs_are_few():
         assert statuses == [DialStatus.OK] * 6 + [DialStatus.DIAL_REFUSED]
 
 
+def test_dial_elsewhere_counts_for_who_asks():
+    budget, asker = Budget(), ip_address("203.0.113.1")
+    taken = []
+    for number in range(7):
+        ips = ip_address(f"198.51.100.{number + 1}"), asker
+        taken.append(budget.take(*ips, now=0.0))
+        if taken[-1]:
+            budget.give_back(*ips)
+    assert taken == [True] * 6 + [False]
+
+
 def test_budget_is_per_address_total_and_at_once():
     budget = Budget()
     here, addresses = ip_address("203.0.113.1"), [ip_address(f"198.51.100.{n}") for n in range(1, 61)]
     taken = []
     for _ in range(7):
-        taken.append(budget.take(here, 0.0))
+        taken.append(budget.take(here, now=0.0))
         if taken[-1]:
             budget.give_back(here)
     assert taken == [True] * 6 + [False]
-    assert budget.take(here, 60.0)
+    assert budget.take(here, now=60.0)
     budget.give_back(here)
     granted = 0
     for address in addresses:
-        if budget.take(address, 61.0):
+        if budget.take(address, now=61.0):
             granted += 1
             budget.give_back(address)
     assert granted == 59
     under_way = Budget()
-    assert [under_way.take(here, 0.0) for _ in range(3)] == [True, True, False]
-    assert [under_way.take(address, 0.0) for address in addresses[:15]] == [True] * 14 + [False]
+    assert [under_way.take(here, now=0.0) for _ in range(3)] == [True, True, False]
+    assert [under_way.take(address, now=0.0) for address in addresses[:15]] == [True] * 14 + [False]
 
 
 async def test_libp2ps_own_autonat_understands_us_and_we_it():

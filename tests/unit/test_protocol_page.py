@@ -14,6 +14,7 @@ import pytest
 import torch
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from transformers import CONFIG_MAPPING
 
 from petalnode.node.models.manifest import _LEFT_OUT, canonical_architecture
 from petalnode.protocols import wire_pb2 as wire
@@ -22,6 +23,11 @@ from petalnode.protocols.tensors import encode as encode_tensor
 DOCS = Path(__file__).parents[2] / "docs"
 VECTORS: dict[str, Any] = json.loads((DOCS / "receipt-vectors.json").read_text())
 MESSAGES: dict[str, Any] = json.loads((DOCS / "message-vectors.json").read_text())
+
+TYPES_OF_ENDS = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+    *("granite", "granitemoe", "gemma", "gemma2"),
+)
 
 
 def encode(value: Any) -> bytes:
@@ -305,3 +311,12 @@ def test_page_names_all_fields_left_out() -> None:
     assert len(config) > 60
     assert canonical_architecture(config | {"hidden_size": 8}) == b'{"hidden_size":8}'
     assert config.keys() == _LEFT_OUT
+
+
+@pytest.mark.parametrize("kind", TYPES_OF_ENDS)
+def test_page_says_what_configuration_leaves_out(kind: str) -> None:
+    config = CONFIG_MAPPING[kind]()
+    assert config.rms_norm_eps == (1e-5 if kind == "mixtral" else 1e-6)
+    assert config.tie_word_embeddings == (kind in ("smollm3", "gemma", "gemma2"))
+    assert getattr(config, "final_logit_softcapping", None) == (30 if kind == "gemma2" else None)
+    assert getattr(config, "embedding_multiplier", 1) == getattr(config, "logits_scaling", 1) == 1

@@ -22,7 +22,7 @@ from petalnode.node.network.nat.reachability import (
     reachability,
 )
 from petalnode.node.network.transport.raw_connection import Path
-from petalnode.protocols.nat_traversal import DialAnswer, DialStatus
+from petalnode.protocols.nat_traversal import AUTONAT, DialAnswer, DialStatus, Identified
 
 pytestmark = pytest.mark.virtual_time
 
@@ -31,6 +31,7 @@ OWN6 = Endpoint(ip_address("2a00:77::10"), 31330)
 OUTER = Endpoint(ip_address("11.77.0.101"), 31330)
 HERE = LocalEndpoints((OWN,), frozenset({OWN.ip}), (ip_network("192.168.1.0/24"),))
 BOTH = LocalEndpoints((OWN, OWN6), frozenset({OWN.ip, OWN6.ip}), HERE.networks)
+SEEN = Identified(OUTER.multiaddr, (), ())
 NAT = IpVerdict(NatStatus.CLOSED, (), translated=True, outside=True)
 FIREWALL = IpVerdict(NatStatus.CLOSED, (), translated=False, outside=True)
 RELAY, OTHER = "12D3KooWRelayOne1234", "12D3KooWRelayTwo5678"
@@ -142,24 +143,28 @@ async def test_unanswering_peer_is_asked_again_soon(monkeypatch: pytest.MonkeyPa
     dial back, which may be its own."""
     asked: list[float] = []
 
-    async def observed_by(*_: object, timeout: float) -> Endpoint:
+    async def identified(*_: object, timeout: float) -> Identified:
         asked.append(trio.current_time())
         if len(asked) < 7:
             raise ConnectionError("lost on its way")
         answered.set()
-        return OUTER
+        return SEEN
 
     async def dial_back(*_: object) -> DialAnswer:
         return DialAnswer(DialStatus.DIAL_ERROR, "no answer")
 
-    monkeypatch.setattr(autonat, "observed_by", observed_by)
+    monkeypatch.setattr(autonat, "identified", identified)
     monkeypatch.setattr(autonat, "request_dial_back", dial_back)
     monkeypatch.setattr(autonat, "local_endpoints", lambda listened: HERE)
     path = Path(direct=True, relay=None, remote_addr="/ip4/11.77.0.10/tcp/31330", inbound=False)
-    host: Any = SimpleNamespace(libp2p=SimpleNamespace(get_transport_addrs=list), paths=lambda peer_id: [path])
+    host: Any = SimpleNamespace(
+        libp2p=SimpleNamespace(get_transport_addrs=list),
+        paths=lambda peer_id: [path],
+        set_stream_handler=lambda protocol, handler: None,
+    )
     answered = trio.Event()
     node: Any = SimpleNamespace(
-        observers=lambda: [RELAY], extra_endpoints=tuple, update=lambda: None, dials_back=lambda peer_id: True
+        observers=lambda: [RELAY], extra_endpoints=tuple, update=lambda: None, autonat_of=lambda *_: AUTONAT
     )
     observed = autonat.ObservedAddresses(host, node)
     async with trio.open_nursery() as nursery:
@@ -175,14 +180,18 @@ async def test_unanswering_peer_is_asked_again_soon(monkeypatch: pytest.MonkeyPa
 async def test_who_only_sees_us_proves_nat(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a relay of other software, which is not asked to dial back, and may be the only peer."""
 
-    async def observed_by(*_: object, timeout: float) -> Endpoint:
-        return OUTER
+    async def identified(*_: object, timeout: float) -> Identified:
+        return SEEN
 
-    monkeypatch.setattr(autonat, "observed_by", observed_by)
+    monkeypatch.setattr(autonat, "identified", identified)
     monkeypatch.setattr(autonat, "local_endpoints", lambda listened: HERE)
     path = Path(direct=True, relay=None, remote_addr="/ip4/11.77.0.10/tcp/31330", inbound=False)
-    host: Any = SimpleNamespace(libp2p=SimpleNamespace(get_transport_addrs=list), paths=lambda peer_id: [path])
-    node: Any = SimpleNamespace(observers=lambda: [RELAY], update=lambda: None, dials_back=lambda peer_id: False)
+    host: Any = SimpleNamespace(
+        libp2p=SimpleNamespace(get_transport_addrs=list),
+        paths=lambda peer_id: [path],
+        set_stream_handler=lambda protocol, handler: None,
+    )
+    node: Any = SimpleNamespace(observers=lambda: [RELAY], update=lambda: None, autonat_of=lambda *_: None)
     observed = autonat.ObservedAddresses(host, node)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(observed.run)

@@ -2,13 +2,17 @@
 import { toFloats } from './floats.js'
 import { Products, Rows } from './rows.js'
 
+const TIED = { tie_word_embeddings: true }
+// What a configuration of these types leaves out, as transformers has it.
+const DEFAULTS = { mixtral: { rms_norm_eps: 1e-5 }, smollm3: TIED, gemma: TIED, gemma2: { ...TIED, final_logit_softcapping: 30 } }
 const LLAMA_LIKE = new Set(['llama', 'mistral', 'mixtral', 'qwen2', 'qwen2_moe', 'qwen3', 'qwen3_moe', 'smollm3', 'granite', 'granitemoe', 'gemma', 'gemma2'])
 
 /** Embeddings, final norm and head of models like Llama. */
 export class Ends {
   constructor (config, embeddings, head) {
-    const text = config.text_config ?? config
-    if (!LLAMA_LIKE.has(text.model_type)) throw new Error(`models of the type ${text.model_type} are not computed by this client`)
+    const given = config.text_config ?? config
+    if (!LLAMA_LIKE.has(given.model_type)) throw new Error(`models of the type ${given.model_type} are not computed by this client`)
+    const text = { rms_norm_eps: 1e-6, ...DEFAULTS[given.model_type], ...given }
     const gguf = embeddings.form.startsWith('gguf')
     const named = (part, ...names) => part.tensors.find(tensor => names.includes(tensor.name))
     const rowsOf = tensor => tensor && new Rows(tensor, text.hidden_size)
@@ -21,7 +25,7 @@ export class Ends {
     // Tied heads have no tensor of their own, or one that counts for nothing.
     const isTied = own === undefined || (text.tie_word_embeddings && !gguf)
     this._head = new Products(isTied ? this._embeddings : own)
-    this._epsilon = text.rms_norm_eps ?? 1e-6
+    this._epsilon = text.rms_norm_eps
     const isGemma = text.model_type.startsWith('gemma')
     if (isGemma && !gguf) this._norm = this._norm.map(weight => 1 + weight)
     this._scale = isGemma ? Math.fround(Math.sqrt(this.hidden)) : text.embedding_multiplier ?? 1

@@ -1,4 +1,4 @@
-"""AutoNAT both ways, and identify: dials peers back that ask for it; asks peers how they see this node.
+"""AutoNAT and identify: asks peers how they see this node, and to dial it back.
 
 `ObservedAddresses` asks a few at a time, for as long as the node runs; `reachability.py` judges the answers.
 """
@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Final
 
 import trio
@@ -18,18 +18,22 @@ from ....protocols.delimited import DelimitedStream
 from ....protocols.framing import PeerError
 from ....protocols.nat_traversal import (
     AUTONAT,
+    DIAL_BACK,
+    DIAL_REQUEST,
     IDENTIFY,
     TRAVERSAL,
     DialAnswer,
     DialStatus,
-    answer_dial_back,
+    Identified,
+    ask_dial,
     ask_dial_back,
     ask_identify,
+    take_nonce,
 )
-from ..addresses import Endpoint, IPAddress, concrete, own_networks
+from ..addresses import Endpoint, concrete, own_networks
 from ..host import Host
-from ..shares import ShareCount, origin_of_ip
 from ..transport.stream_bytes import StreamBytes
+from .dial_back import DIALS
 from .reachability import (
     DialBack,
     IpVerdict,
@@ -46,25 +50,6 @@ from .reachability import (
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class DialBackPolicy:
-    """How many peers are dialed back, and how long an own request may take."""
-
-    dialing: float = 5.0  # seconds that we try to reach a peer, all its addresses side by side
-    request: float = 5.0  # seconds for the request to come
-    max_dialed: int = 8  # addresses in one dial-back
-    period: float = 60.0  # seconds, in which these are the most dial-backs:
-    per_host: int = 6  # to one IP address, or one /64 of IPv6
-    in_all: int = 60
-    at_once: int = 16
-    at_once_of_host: int = 2
-    dial_back: float = 12.0  # seconds, more than any peer tries
-
-
-DIALS: Final = DialBackPolicy()
-
-
 _LOOK_AROUND: Final = 1.0  # seconds between two looks at the own interfaces
 _BREATH: Final = 0.2  # seconds between two looks for peers to ask, when many come at once
 _EVERYWHERE: Final = (Multiaddr("/ip4/0.0.0.0/tcp/1"), Multiaddr("/ip6/::/tcp/1"))
@@ -73,103 +58,29 @@ _SETTLING: Final = 20.0  # seconds for the answers after a change
 _MAX_KEPT: Final = 64  # peers whose observation is kept
 
 
-class Budget:
-    """Keeps dial-backs few: without it, we would be a tool to flood others with."""
+async def identified(host: Host, peer_id: str, *, timeout: float, direct: bool = True) -> Identified:
+    """What a connected peer says of itself, and of where it sees us come from.
 
-    def __init__(self) -> None:
-        self._lately = ShareCount(DIALS.in_all, DIALS.per_host, seconds=DIALS.period)
-        self._running = ShareCount(DIALS.at_once, DIALS.at_once_of_host)
-
-    def take(self, ip: IPAddress, now: float) -> bool:
-        """Whether one more dial-back to `ip` may start at `now` (seconds). `give_back` when it has ended."""
-        origin = origin_of_ip(str(ip))
-        if not self._running.has_room(origin, DIALS.at_once_of_host):
-            return False
-        return self._lately.add(origin, most=DIALS.per_host, now=now) and self._running.add(origin)
-
-    def give_back(self, ip: IPAddress) -> None:
-        self._running.remove(origin_of_ip(str(ip)))
-
-
-class DialBackService:
-    """Dials peers back that ask for it, only at the IP address that they come from."""
-
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self._budget = Budget()
-        host.set_stream_handler(AUTONAT, self._serve)
-
-    async def _serve(self, raw: StreamBytes, peer_id: str) -> None:
-        stream = DelimitedStream(raw, peer_id, max_message=TRAVERSAL.autonat_max_message)
-
-        async def decide(asked_for: str, addrs: tuple[str, ...]) -> DialAnswer:
-            if asked_for != peer_id:
-                return DialAnswer(DialStatus.BAD_REQUEST, "a peer asks for itself only")
-            return await self._dial_back(raw, peer_id, addrs)
-
-        try:
-            await answer_dial_back(stream, decide, timeout=DIALS.request)
-        except PeerError as error:
-            log.debug("no dial-back: %s", error)
-            await stream.reset()
-        else:
-            await stream.close()
-
-    async def _dial_back(self, raw: StreamBytes, peer_id: str, addrs: tuple[str, ...]) -> DialAnswer:
-        observed = raw.path.endpoint
-        if observed is None:
-            return DialAnswer(DialStatus.DIAL_REFUSED, "through a relay nobody can tell where a peer is")
-        asked = dict.fromkeys(Endpoint.parse(addr) for addr in addrs)
-        wanted = [endpoint for endpoint in asked if endpoint and endpoint.can_be_dialed]
-        allowed = [endpoint for endpoint in wanted if endpoint.ip == observed.ip][: DIALS.max_dialed]
-        if not allowed:
-            return DialAnswer(DialStatus.DIAL_REFUSED, f"none of the addresses is at {observed.ip}, where you are")
-        if not self._budget.take(observed.ip, trio.current_time()):
-            return DialAnswer(DialStatus.DIAL_REFUSED, "busy; ask again later")
-        try:
-            targets = [Multiaddr(endpoint.multiaddr) for endpoint in allowed]
-            return DialAnswer(DialStatus.OK, addr=await self._host.dial_fresh(peer_id, targets, timeout=DIALS.dialing))
-        except ConnectionError as error:
-            return DialAnswer(DialStatus.DIAL_ERROR, str(error))
-        finally:
-            self._budget.give_back(observed.ip)
-
-
-# --- the asking side
+    Raises:
+        PeerError: no answer in time.
+        ConnectionError: there is no connection, or no direct one.
+    """
+    async with _opened(host, peer_id, IDENTIFY, TRAVERSAL.identify_max_message, direct=direct) as stream:
+        return await ask_identify(stream, timeout=timeout)
 
 
 async def observed_by(host: Host, peer_id: str, *, timeout: float) -> Endpoint | None:
-    """Where a directly connected peer sees us come from; None if it does not say.
-
-    Raises:
-        PeerError: no answer in time.
-        ConnectionError: there is no direct connection.
-    """
-
-    async with _opened(host, peer_id, IDENTIFY, TRAVERSAL.identify_max_message) as stream:
-        return Endpoint.of_socket((await ask_identify(stream, timeout=timeout)).observed or "")
-
-
-async def addrs_of(host: Host, peer_id: str, *, timeout: float) -> tuple[str, ...]:
-    """The multiaddrs on which a connected peer says that it listens.
-
-    Raises:
-        PeerError: no answer in time.
-        ConnectionError: there is no connection.
-    """
-
-    async with _opened(host, peer_id, IDENTIFY, TRAVERSAL.identify_max_message, direct=False) as stream:
-        return (await ask_identify(stream, timeout=timeout)).addrs
+    """Where a directly connected peer sees us come from; None if it does not say. Raises as `identified` does."""
+    return Endpoint.of_socket((await identified(host, peer_id, timeout=timeout)).observed or "")
 
 
 async def request_dial_back(host: Host, peer_id: str, endpoints: tuple[Endpoint, ...]) -> DialAnswer:
-    """Asks a directly connected peer to dial us at these endpoints.
+    """Asks a directly connected peer to dial us at these endpoints, by AutoNAT 1.
 
     Raises:
         PeerError: no answer in time, or the peer does not speak AutoNAT.
         ConnectionError: there is no direct connection.
     """
-
     addrs = [endpoint.multiaddr for endpoint in endpoints]
     async with _opened(host, peer_id, AUTONAT, TRAVERSAL.autonat_max_message) as stream:
         return await ask_dial_back(stream, host.peer_id, addrs, timeout=DIALS.dial_back)
@@ -190,6 +101,53 @@ async def _opened(
     await stream.close()
 
 
+class DialRequests:
+    """Asks peers to dial us by AutoNAT 2, and takes the numbers that they bring.
+
+    A peer dials one address only: it is asked anew for the others when it has failed.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._nonces: dict[int, bool] = {}  # those that peers were given, and whether they have been brought
+        host.set_stream_handler(DIAL_BACK, self._take)
+
+    async def ask(self, peer_id: str, endpoints: tuple[Endpoint, ...]) -> DialAnswer:
+        """As `request_dial_back`; `OK` is proven by a connection."""
+        left = [endpoint.multiaddr for endpoint in endpoints]
+        answer = DialAnswer(DialStatus.DIAL_REFUSED, "there is no address to dial")
+        while left:
+            answer = await self._ask(peer_id, left)
+            if answer.status is not DialStatus.DIAL_ERROR or answer.addr is None:
+                break
+            left.remove(answer.addr)
+        return answer
+
+    async def _ask(self, peer_id: str, addrs: Sequence[str]) -> DialAnswer:
+        nonce = secrets.randbits(64)
+        self._nonces[nonce] = False
+        try:
+            async with _opened(self._host, peer_id, DIAL_REQUEST, TRAVERSAL.autonat_max_message) as stream:
+                answer = await ask_dial(stream, addrs, nonce, timeout=DIALS.dial_back)
+        finally:
+            was_brought = self._nonces.pop(nonce)
+        if answer.status is DialStatus.OK and not was_brought:
+            return DialAnswer(DialStatus.INTERNAL_ERROR, "it says that it dialed, and did not")
+        return answer
+
+    async def _take(self, raw: StreamBytes, peer_id: str) -> None:
+        stream = DelimitedStream(raw, peer_id)
+        try:
+            nonce = await take_nonce(stream, self._nonces, timeout=DIALS.request)
+        except PeerError as error:
+            log.debug("no dial-back of ours: %s", error)
+            await stream.reset()
+            return
+        if nonce in self._nonces and raw.path.direct and raw.path.inbound:  # else it dialed nobody
+            self._nonces[nonce] = True
+        await stream.close()
+
+
 class ObservedAddresses:
     """What peers have said of this node since it is where it is now."""
 
@@ -197,6 +155,7 @@ class ObservedAddresses:
         self.local = local_endpoints(host.libp2p.get_transport_addrs())
         self._host = host
         self._node = node
+        self._dial_requests = DialRequests(host)
         self._observations: dict[str, Observation] = {}
         self._asked: dict[str, float] = {}
         self._unanswered: dict[str, int] = {}  # questions in a row, by peer
@@ -264,15 +223,20 @@ class ObservedAddresses:
             observer = ends[0] if ends else None
             if observer is None:
                 return
-            seen = await observed_by(self._host, peer_id, timeout=_IDENTIFY)
+            said = await identified(self._host, peer_id, timeout=_IDENTIFY)
+            seen = Endpoint.of_socket(said.observed or "")
             # Already this can prove a NAT; that the dial-back fails may take seconds more.
             self._keep(
                 generation, Observation(peer_id, observer.ip, seen, DialBack.NOT_TRIED, None, trio.current_time())
             )
-            if not self._node.dials_back(peer_id):
+            protocol = self._node.autonat_of(peer_id, said.protocols)
+            if protocol is None:
                 return
             endpoints = candidates(seen, self.local, self._node.extra_endpoints())
-            answer = await request_dial_back(self._host, peer_id, endpoints)
+            if protocol == AUTONAT:
+                answer = await request_dial_back(self._host, peer_id, endpoints)
+            else:
+                answer = await self._dial_requests.ask(peer_id, endpoints)
         except (PeerError, ConnectionError) as error:
             log.debug("%s cannot tell how it sees us: %s", peer_id, error)
             self._note_unanswered(peer_id)

@@ -26,7 +26,7 @@ from ..addresses import Endpoint
 from ..host import Host
 from ..transport.raw_connection import Path
 from ..transport.stream_bytes import StreamBytes
-from .autonat import addrs_of, observed_by
+from .autonat import identified, observed_by
 from .reachability import LocalEndpoints, NatNode
 
 log = logging.getLogger(__name__)
@@ -244,7 +244,7 @@ class HolePuncher:
     async def _dial_plainly(self, peer_id: str) -> None:
         """The peer may be public, or of our own network."""
         with trio.move_on_after(PUNCHING.plain_dial), contextlib.suppress(PeerError, ConnectionError):
-            addrs = await addrs_of(self._host, peer_id, timeout=PUNCHING.message)
+            addrs = (await identified(self._host, peer_id, timeout=PUNCHING.message, direct=False)).addrs
             self._host.learn(peer_id, [addr for addr in addrs if Endpoint.parse(addr)][: PUNCHING.max_plain])
             await self._host.connect(peer_id, direct=True)
 

@@ -21,13 +21,14 @@ from ....protocols.announcement import RelayOffer
 from ....protocols.directory import NodeInfo
 from ....protocols.framing import PeerError
 from ....protocols.ids import DIRECTORY
+from ....protocols.nat_traversal import AUTONAT, DIAL_REQUEST
 from ...version import __version__
 from ..addresses import Endpoint, parse_peer, plain_ip
 from ..host import Host, keep_up
-from ..standard_protocols import speaks
 from ..transport.raw_connection import Path
-from .autonat import DialBackService, ObservedAddresses, local_endpoints
+from .autonat import ObservedAddresses, local_endpoints
 from .circuits import Circuits
+from .dial_back import DialBackService
 from .hole_punching import HolePuncher
 from .reachability import (
     LocalEndpoints,
@@ -170,13 +171,14 @@ class NatManager:
         peers = [peer for peer in self._host.connected() if peer not in self._hole_puncher.punched]
         return sorted(peers, key=lambda peer: peer not in first)[:_MAX_OBSERVERS]
 
-    def dials_back(self, peer_id: str) -> bool:
-        """A relay of other software that keeps a place for us only says where it sees us.
+    def autonat_of(self, peer_id: str, protocols: Sequence[str]) -> str | None:
+        """Nodes of petalnode are asked by the first version, others by the second, which proves more, if they have it.
 
-        js-libp2p dials back over the connection that is there, and then closes it. With it the reservation is gone.
+        js-libp2p answers the first over the connection that is there, and then closes it. A reservation goes with it.
         """
-        is_ours = speaks(self._host.libp2p.get_peerstore(), peer_id, DIRECTORY)
-        return is_ours or peer_id not in self._reservations.relays
+        if DIRECTORY not in protocols and DIAL_REQUEST in protocols:
+            return DIAL_REQUEST
+        return AUTONAT if DIRECTORY in protocols or peer_id not in self._reservations.relays else None
 
     # --- how things stand
 

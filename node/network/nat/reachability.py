@@ -46,8 +46,8 @@ class NatNode(Protocol):
     def observers(self) -> Sequence[str]:
         """The peers to ask where they see it, in the order of trust."""
 
-    def dials_back(self, peer_id: str) -> bool:
-        """Whether the peer may be asked to dial it, too."""
+    def autonat_of(self, peer_id: str, protocols: Sequence[str]) -> str | None:
+        """By which version of AutoNAT a peer that speaks these protocols is asked to dial it; None: by none."""
 
     def extra_endpoints(self) -> Sequence[Endpoint]:
         """Those that were named by a person, or mapped by a router."""

@@ -432,6 +432,15 @@ class Network(Libp2pSwarm):
         finally:
             await raw.close()
 
+    async def dial_apart(self, addr: Multiaddr, peer_id: ID) -> Muxer:
+        """As `probe`, but to the end: a connection that is none of the host's yet. Raises as `probe` does."""
+        raw = await self._open_raw(addr, peer_id)
+        try:
+            return await self._upgraded(raw, peer_id)
+        except BaseException:
+            await raw.close()
+            raise
+
 
 def path_of(conn: SwarmConn) -> Path:
     muxer = conn.muxed_conn

@@ -8,13 +8,14 @@ from typing import Final
 from petalnode.node.network.host import GOSSIP_PROTOCOLS
 from petalnode.protocols import ids
 from petalnode.protocols.circuit import HOP, STOP
-from petalnode.protocols.nat_traversal import AUTONAT, IDENTIFY, PUNCH
+from petalnode.protocols.nat_traversal import AUTONAT, DIAL_BACK, DIAL_REQUEST, IDENTIFY, PUNCH
 
 from . import connections, requests, services, table
 from .keys import Attack
 
 SPOKEN: Final = (
-    *(IDENTIFY, services.IDENTIFY_PUSH, services.PING, table.KAD, *GOSSIP_PROTOCOLS, AUTONAT, PUNCH, HOP, STOP),
+    *(IDENTIFY, services.IDENTIFY_PUSH, services.PING, table.KAD, *GOSSIP_PROTOCOLS, PUNCH, HOP, STOP),
+    *(AUTONAT, DIAL_REQUEST, DIAL_BACK),
     *(ids.INFERENCE, ids.PUSH, ids.DIRECTORY, ids.MANIFEST, ids.FORWARD, ids.BACKWARD, ids.RECEIPTS, ids.EVIDENCE),
     *(ids.CREDITS, ids.ADAPTER, ids.TRANSFER, ids.WEIGHTS),
 )

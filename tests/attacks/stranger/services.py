@@ -21,7 +21,7 @@ from petalnode.protocols import standard_pb2 as standard
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.circuit import HOP
 from petalnode.protocols.ids import CREDITS, EVIDENCE, RECEIPTS, TRANSFER, WEIGHTS
-from petalnode.protocols.nat_traversal import AUTONAT, PUNCH
+from petalnode.protocols.nat_traversal import AUTONAT, DIAL_BACK, DIAL_REQUEST, PUNCH
 
 from .keys import PATIENCE, Key, Victim, delimited
 
@@ -59,6 +59,10 @@ async def dial_backs(key: Key, victim: Victim) -> None:
     peer = standard.AutoNat.PeerInfo(id=peer_id_to_bytes(key.identity.peer_id), addrs=[own, *ADDRS])
     message = standard.AutoNat(type=standard.AutoNat.DIAL, dial=standard.AutoNat.Dial(peer=peer))
     await _say(key, victim, AUTONAT, delimited(message))
+    for addr in (own, *ADDRS):
+        request = standard.AutoNat2.DialRequest(addrs=[addr], nonce=key.random.getrandbits(64))
+        await _say(key, victim, DIAL_REQUEST, delimited(standard.AutoNat2(dial_request=request)))
+    await _say(key, victim, DIAL_BACK, delimited(standard.AutoNat2.DialBack(nonce=key.random.getrandbits(64))))
 
 
 async def punches(key: Key, victim: Victim) -> None:

@@ -184,6 +184,7 @@ MESSAGES: Final[Mapping[str, Row]] = {
     ),
     # Of the standards.
     "AutoNat": of(PEER, "as /libp2p/autonat/1.0.0", fuzz="asked to dial back"),
+    "AutoNat2": of(PEER, "as /libp2p/autonat/2/dial-request", fuzz="asked to dial one address"),
     "HolePunch": of(PEER, "as /libp2p/dcutr", fuzz="punching first"),
     "HopMessage": of(PEER, "as /libp2p/circuit/relay/0.2.0/hop", fuzz="asked to relay"),
     "StopMessage": of("a relay", "as /libp2p/circuit/relay/0.2.0/stop", fuzz="asked to take a circuit"),

@@ -17,6 +17,7 @@ MESSAGES: Final = "node.network.kad_messages"
 KADEMLIA: Final = "node.network.kad_service"
 GOSSIP: Final = "node.network.gossip"
 STANDARD: Final = "node.network.standard_protocols"
+DIALS: Final = "node.network.nat.dial_back.DIALS"
 
 
 CONNECTION: Final[Mapping[str, Row]] = {
@@ -125,10 +126,28 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     "/libp2p/autonat/1.0.0": Row(
         PEER,
         "protocols.nat_traversal.TRAVERSAL.autonat_max_message protocols.nat_traversal.TRAVERSAL.autonat_max_addrs",
-        "node.network.nat.autonat.DIALS.max_dialed",
-        "node.network.nat.autonat._MAX_KEPT node.network.nat.autonat.DIALS.at_once_of_host",
+        f"{DIALS}.max_dialed",
+        f"node.network.nat.autonat._MAX_KEPT {DIALS}.at_once_of_host",
         ("tests/attacks/test_announced_addresses.py", "tests/attacks/test_relay_and_dial_backs.py"),
         ("asked to dial back",),
+        ("dial-backs and punches", "garbage"),
+    ),
+    "/libp2p/autonat/2/dial-request": Row(
+        PEER,
+        "protocols.nat_traversal.TRAVERSAL.autonat_max_message protocols.nat_traversal.TRAVERSAL.dial_data",
+        f"{DIALS}.request {DIALS}.dialing",
+        f"{DIALS}.at_once {DIALS}.per_host",
+        ("tests/attacks/test_relay_and_dial_backs.py", "tests/unit/test_dial_requests.py"),
+        ("asked to dial one address",),
+        ("dial-backs and punches", "garbage"),
+    ),
+    "/libp2p/autonat/2/dial-back": Row(
+        PEER,
+        "protocols.delimited.MAX_MESSAGE",
+        f"{DIALS}.request",
+        "none: a number that nobody waits for is not kept",
+        ("tests/swarm/test_autonat.py",),
+        ("NAT, identify and relay",),
         ("dial-backs and punches", "garbage"),
     ),
     "/libp2p/dcutr": Row(

@@ -7,6 +7,7 @@ aiortc keeps a peer neither to the window that it was granted, nor itself to the
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 import struct
 from collections.abc import Coroutine, Iterator
@@ -15,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any, Final, Protocol
 
 import trio
-from aiortc import rtcsctptransport as sctp
 from aiortc.rtcdatachannel import RTCDataChannel, RTCDataChannelParameters
 from cryptography.hazmat.primitives.hashes import SHA256
 from OpenSSL import SSL
@@ -36,16 +36,27 @@ class WebRtcLimits:
     chunks: int = 2048  # that are out of sequence, or parts of messages
     inbox: int = 256  # datagrams of a connection that wait for its turn
     at_once: int = 16  # of them, between two turns of all others
-    strangers_per_second: int = 500
-    """Datagrams of addresses without a connection that are looked at: a tenth of a core."""
-    strangers_at_once: int = 100
+    strangers: int = 100
+    """Datagrams of addresses without a connection that are looked at in a period, shared by network."""
+    strangers_period: float = 0.2  # seconds; it is a tenth of a core
     datagram: int = 2048  # bytes that one may have
     packet: int = 1200  # bytes that one of ours has at most
 
 
 WEBRTC: Final = WebRtcLimits()
 
+
+def _own_copy(name: str) -> Any:
+    """A module once more, for what is changed in it: the program around this node may use aiortc, too."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 _soon: list[Coroutine[Any, Any, None]] = []
+sctp: Any = _own_copy("aiortc.rtcsctptransport")
 # aiortc starts tasks here, and asks for the loop. Its coroutines wait for nothing but `_send_data`, which never does.
 sctp.asyncio = SimpleNamespace(ensure_future=_soon.append, get_event_loop=lambda: None, TimerHandle=object)
 

@@ -32,7 +32,7 @@ from multiaddr import Multiaddr
 from OpenSSL import SSL
 
 from ...addresses import host_of, is_webrtc, port_of
-from ...shares import ShareCount, TokenBucket, origin_of_ip
+from ...shares import ShareCount, origin_of_ip
 from ..bandwidth import Bandwidth
 from ..limits import LIMITS, WORK, NodeLimits
 from .association import WEBRTC
@@ -129,7 +129,7 @@ class Listener(IListener):
         self._handler, self._transport = handler, transport
         self.limits, self.bandwidth, self.fingerprint = transport.limits, transport.bandwidth, transport.fingerprint
         self._cookies = transport.cookies
-        self._strangers = TokenBucket(WEBRTC.strangers_per_second, WEBRTC.strangers_at_once)
+        self._strangers = ShareCount(WEBRTC.strangers, seconds=WEBRTC.strangers_period)
         self._places = ShareCount(WEBRTC.connections, LIMITS.least_of_address)
         self._connections: dict[Source, WebRtcConnection] = {}
         # Who has a connection with an earlier run of this node. While STUN is answered, browsers do not give it up.
@@ -183,8 +183,10 @@ class Listener(IListener):
             connection.deliver(data)
             return
         use = self.limits.of_address(origin_of_ip(source[0]))
-        if len(data) < 13 or not use.is_quiet or not self._strangers.take():
-            return  # it will be sent again
+        if len(data) < 13 or not use.is_quiet:
+            return
+        if not self._strangers.add(_network_of(source[0]), now=trio.current_time()):
+            return  # it will be sent again; who forges addresses seldom has those of many networks
         begun = time.thread_time()
         if data[0] > 3 and data[3:5] != b"\0\0":  # an epoch of DTLS in which keys are agreed on
             self._orphans[source] = None
@@ -234,6 +236,11 @@ class Listener(IListener):
         if made is not None:
             trio.lowlevel.notify_closing(made)
             made.close()
+
+
+def _network_of(host: str) -> str:
+    """The /16 that an IPv4 address is in, or the /32 of an IPv6 one."""
+    return origin_of_ip(host, 32) if ":" in host else ".".join(host.split(".")[:2])
 
 
 class WebRtc(ITransport):
