@@ -297,8 +297,8 @@ def test_what_cannot_be_listened_at_is_told(node_starter: Nodes, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("kind", "arguments"),
-    [("chromium", ()), ("chromium", (FORBIDDEN,)), ("firefox", ())],
-    ids=["Chromium", "Chromium with the second version", "Firefox"],
+    [("chromium", ()), ("chromium", (FORBIDDEN,))],
+    ids=["Chromium", "Chromium with the second version"],
 )
 def test_browsers_reach_servers_without_domain(tmp_path: Path, kind: str, arguments: Sequence[str]) -> None:
     """The second version is spoken where the browser forbids what the first one does."""
