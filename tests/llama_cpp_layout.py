@@ -70,6 +70,7 @@ _GRANITE = {
 }  # fmt: skip
 _GRANITE_KEYS = {"attention.scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 2.0}
 _HEAD_KEYS = {"attention.key_length": HEAD, "attention.value_length": HEAD, "rope.dimension_count": HEAD}
+_FOUR_TIMES = {"feed_forward_length": 4 * HIDDEN, "rope.freq_base": None}
 _GEMMA4 = {
     "head_dim": 32, "global_head_dim": 64, "sliding_window": 8, "hidden_size_per_layer_input": 0,
     "num_global_key_value_heads": 1, "attention_k_eq_v": False, "vocab_size_per_layer_input": VOCABULARY,
@@ -82,6 +83,7 @@ _GEMMA4_KEYS = {
     "embedding_length_per_layer_input": 0,
 }  # fmt: skip
 LAYOUTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "bloom": ("bloom", "bloom", {}, {**_FOUR_TIMES, "attention.head_count_kv": HEADS}),
     "command-r": ("cohere", "command-r", {"logit_scale": 0.25}, {"logit_scale": 0.25}),
     "cohere2": (
         "cohere2", "cohere2", {"logit_scale": 0.25, "sliding_window": 8, "head_dim": HEAD},
@@ -109,6 +111,19 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64, "expert_shared_count": 1,
          "leading_dense_block_count": 1, "interleave_moe_layer_step": 1, **_HEAD_KEYS},
     ),
+    "falcon": (
+        "falcon", "falcon", {"num_kv_heads": 1}, {**_FOUR_TIMES, "attention.head_count_kv": 1},
+    ),
+    "falcon of several keys": (
+        "falcon", "falcon", {"num_kv_heads": 2, "new_decoder_architecture": True},
+        _FOUR_TIMES,
+    ),
+    "falcon of one norm": (
+        "falcon", "falcon",
+        {"num_kv_heads": 2, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1,
+         "tie_word_embeddings": False},
+        _FOUR_TIMES,
+    ),
     "gemma": ("gemma", "gemma", {"head_dim": HEAD}, _HEAD_KEYS),
     "gemma3": (
         "gemma3_text", "gemma3",
@@ -135,6 +150,7 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {**_ROUTED, "head_dim": HEAD, "partial_rotary_factor": 0.5, "use_qk_norm": True, "attention_bias": True},
         {**_ROUTED_KEYS, **_HEAD_KEYS, "rope.dimension_count": 16},
     ),
+    "gpt2": ("gpt2", "gpt2", {"n_inner": WIDTH}, {"attention.head_count_kv": None, "rope.freq_base": None}),
     "gpt-oss": (
         "gpt_oss", "gpt-oss",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "head_dim": HEAD,
@@ -156,6 +172,12 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "lfm2": (
         "lfm2", "lfm2", {"full_attn_idxs": [2], "block_auto_adjust_ff_dim": False, "conv_L_cache": 3},
         {"attention.head_count_kv": [0, 0, KEY_VALUE_HEADS, 0], "shortconv.l_cache": 3},
+    ),
+    "minimax-m2": (
+        "minimax_m2", "minimax-m2",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": HEAD, "rotary_dim": 16},
+        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": WIDTH, "expert_gating_func": 2,
+         **_HEAD_KEYS, "rope.dimension_count": 16},
     ),
     "mistral3": (
         "ministral3", "mistral3",
@@ -197,7 +219,7 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 """By name: transformers' name, llama.cpp's, fields of the configuration, and the metadata that its converter makes of
 them. None: left out."""
 _TURNED = ("granite", "granitemoe", "mistral3", "llama", "smollm3")
-_LAYER_NORM = ("command-r", "cohere2", "nemotron", "stablelm")
+_LAYER_NORM = ("bloom", "command-r", "cohere2", "falcon", "gpt2", "nemotron", "stablelm")
 
 
 def write_layout(file: Path, kind: str, quantisation: str = "F32", *, drafts: bool = False) -> Any:
@@ -257,6 +279,9 @@ def write_layout(file: Path, kind: str, quantisation: str = "F32", *, drafts: bo
     return model
 
 
+_EPSILONS = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps", "norm_eps")
+
+
 def _write_metadata(
     writer: gguf.GGUFWriter, architecture: str, config: Any, metadata: dict[str, Any], blocks: int
 ) -> None:
@@ -264,7 +289,7 @@ def _write_metadata(
     said = {
         "block_count": blocks, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": WIDTH,
         "attention.head_count": HEADS, "attention.head_count_kv": KEY_VALUE_HEADS, "vocab_size": VOCABULARY,
-        norm: next(filter(None, (getattr(config, f"{of}_eps", None) for of in ("layer_norm", "rms_norm", "norm")))),
+        norm: next(value for end in _EPSILONS if (value := getattr(config, end, None))),
         "rope.freq_base": 10000.0, **metadata,
     }  # fmt: skip
     for key, value in said.items():
@@ -288,6 +313,8 @@ def _stored(architecture: str, config: Any, name: str, value: Any, table: Any) -
     """The tensors that are written of one parameter, by name."""
     base = re.sub(r"\.(weight|bias)$", "", name)
     end = name.removeprefix(base) or ".weight"
+    if architecture == "bloom":
+        base = base.removeprefix("transformer.")
     found = re.search(r"layers\.(\d+)\.", name)
     block = f"blk.{found[1]}." if found else ""
     value = _changed(architecture, config, name, value)
@@ -343,6 +370,13 @@ def _changed(architecture: str, config: Any, name: str, value: Any) -> Any:
         heads = HEADS if ".q_proj" in name else KEY_VALUE_HEADS
         halves = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
         return halves.swapaxes(1, 2).reshape(value.shape)
+    if "query_key_value" in name:
+        groups = config.num_kv_heads if architecture == "falcon" else HEADS
+        heads = value.view(groups, HEADS // groups + 2, HEAD, *value.shape[1:])
+        parts = (heads[:, :-2], heads[:, -2], heads[:, -1])
+        return torch.cat([part.reshape(-1, *value.shape[1:]) for part in parts])
+    if architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+        return value.T
     ones = architecture in ("gemma", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")
     if ones and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         return value + 1

@@ -12,6 +12,7 @@ import torch
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.blocks.kernels import library
 from petalnode.node.blocks.kernels.tiles import TiledMatrix
+from petalnode.node.blocks.quantisation.matrix import QuantisedLinear
 from petalnode.node.blocks.quantisation.slots import QuantisedExperts
 from petalnode.node.blocks.span import load_span
 from petalnode.node.models import resolve
@@ -71,3 +72,17 @@ def test_experts_stay_in_the_bits_of_the_file(tmp_path: Path, kind: str) -> None
     assert experts
     for matrix in (*experts[0].up, *experts[0].down):
         assert isinstance(matrix, TiledMatrix) and matrix.form == "q8_half"
+
+
+@pytest.mark.skipif(library.library() is None, reason="the kernels are not built (make setup, with a C compiler)")
+@pytest.mark.parametrize("kind", ["bloom", "falcon", "gpt2"])
+@torch.inference_mode()
+def test_matrices_stay_in_the_bits_of_the_file(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "model.gguf"
+    write_layout(file, kind, "Q8_0")
+    folder = resolve(file).path
+    assert off(served(folder, "native"), served(folder, "torch")) < 1e-5
+    block = load_span(folder, Span(0, 1), dtype="float32", device="cpu", kernels="native").stack.blocks[0]
+    linear = [module.matrix for module in block.modules() if isinstance(module, QuantisedLinear)]
+    assert len(linear) == 4  # queries, keys and values as one
+    assert all(isinstance(matrix, TiledMatrix) and matrix.form == "q8_half" for matrix in linear)

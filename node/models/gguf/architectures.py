@@ -58,6 +58,7 @@ _LINEAR: Final = {
     "linear_num_value_heads": "ssm.time_step_rank",
 }
 _COHERE: Final = {"layer_norm_eps": "attention.layer_norm_epsilon", "logit_scale": "logit_scale"}
+_BY_MEAN: Final = {"layer_norm_epsilon": "attention.layer_norm_epsilon"}
 _NO_GROUPS: Final = {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}
 
 
@@ -76,6 +77,7 @@ class Architecture:
 
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
+    "bloom": Architecture("bloom", _BY_MEAN),
     "command-r": Architecture("cohere", _COHERE),
     "cohere2": Architecture("cohere2", {**_COHERE, "sliding_window": "attention.sliding_window"}),
     "deepseek2": Architecture(
@@ -101,6 +103,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         },
         {"moe_num_shared_experts": 0},
     ),
+    "falcon": Architecture("falcon", {**_BY_MEAN, "num_kv_heads": "attention.head_count_kv"}),
     "gemma": Architecture("gemma"),
     "gemma4": Architecture(
         "gemma4_text",
@@ -119,6 +122,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     ),
     "glm4": Architecture("glm4"),
     "glm4moe": Architecture("glm4_moe", _ROUTED, {**_NO_GROUPS, "routed_scaling_factor": 1.0}),
+    "gpt2": Architecture("gpt2", {**_BY_MEAN, "n_inner": "feed_forward_length"}),
     "gpt-oss": Architecture(
         "gpt_oss",
         {
@@ -139,6 +143,9 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         },
     ),
     "hunyuan-dense": Architecture("hunyuan_v1_dense"),
+    "minimax-m2": Architecture(
+        "minimax_m2", {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+    ),
     "mistral3": Architecture("ministral3"),
     "mixtral": Architecture(
         "mixtral", {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
@@ -182,6 +189,8 @@ def architecture_config(header: GgufHeader, tensors: Collection[str]) -> dict[st
         config |= _rotary(metadata, config["head_dim"])
         config |= rope_scaling_of(header)
     config |= _special(named(header), metadata, config, tensors)
+    # ALiBi takes any position, whatever llama.cpp's limit; Falcon computes the other one, which cannot be set.
+    config.pop({"bloom": "max_position_embeddings", "falcon": "head_dim"}.get(known.model_type, ""), None)
     return config
 
 
@@ -233,6 +242,12 @@ def _special(
             return {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors}
         case "deepseek2":
             return _deepseek(metadata, config)
+        case "falcon":
+            several = config["num_kv_heads"] > 1
+            norms = 2 if "blk.0.attn_norm_2.weight" in tensors else 1
+            return {
+                "new_decoder_architecture": several, "multi_query": not several, "num_ln_in_parallel_attn": norms,
+            }  # fmt: skip
         case "gemma4":
             return _gemma4(metadata, config, tensors)
         case "glm4" | "glm4moe":

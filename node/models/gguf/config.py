@@ -24,7 +24,6 @@ LONGROPE_FACTORS: Final = {"rope_factors_short.weight": "short_factor", "rope_fa
 # The only settings that were ever published with this scaling; the factor itself differs from model to model.
 _LOW, _HIGH, _CONTEXT = 1.0, 4.0, 8192
 _TOLERANCE: Final = 1e-4
-_ALWAYS_TIED: Final = ("falcon", "bloom")
 _LEFT_OUT: Final = (
     (("qwen3_moe",), "expert_feed_forward_length", "moe_intermediate_size"),
     (("qwen3", "qwen3_moe", "llama", "mistral"), "attention.key_length", "head_dim"),
@@ -75,10 +74,11 @@ def read_gguf_config(files: Sequence[Path]) -> dict[str, Any]:
     config.pop("_model_name_or_path", None)
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type"))
     if name is None:
-        raise ModelError(f"{file} has architecture {architecture!r}, which is no decoder-only language model.")
+        raise ModelError(
+            f"{file} has architecture {architecture!r}, of which transformers has no decoder-only language model."
+        )
     config["architectures"] = [name]
-    if architecture not in _ALWAYS_TIED:
-        config["tie_word_embeddings"] = "output.weight" not in tensors  # transformers looks into one part alone
+    config["tie_word_embeddings"] = "output.weight" not in tensors  # transformers looks into one part alone
     for model_types, key, name in _LEFT_OUT:
         value = metadata.get(f"{architecture}.{key}")
         if config["model_type"] in model_types and isinstance(value, int):
@@ -104,7 +104,7 @@ def _as_transformers_reads(
         short.write_bytes(_without_vocabulary(file, header))
         config = dict(load_gguf_checkpoint(str(short), return_tensors=False)["config"]) | rope_scaling_of(header)
     if isinstance(words := header.metadata.get(_WORDS), int):
-        config.setdefault("vocab_size", words)  # of GPT-2 and StarCoder2, which have no key for it
+        config.setdefault("vocab_size", words)  # of StarCoder2, which has no key for it
     if (config["model_type"], config.get("num_hidden_layers")) in _SCALED_BY_WIDTH:
         config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
     return config | _of_phi3(header.metadata, config, tensors) if config["model_type"] == "phi3" else config

@@ -35,6 +35,12 @@ _ONE_MORE: Final = frozenset({"gemma", "qwen35", "qwen35moe", "qwen3next"})
 _TILED: Final = frozenset({"qwen35", "qwen35moe"})
 """Those of whose value heads the first ones of all key heads stand first."""
 
+_TRANSPOSED: Final[Mapping[str, tuple[str, ...]]] = {
+    "gpt2": ("c_attn.weight", "c_fc.weight", "c_proj.weight"),
+    "gpt_oss": ("gate_up_proj", "down_proj"),
+}
+"""By transformers' names, what a model has the other way round."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -62,14 +68,14 @@ class Placement:
                 found |= {f"blk.{block[1]}.{place}": name for place in _PLACES[end]}
                 continue
             base = re.sub(r"\.(weight|bias)$", "", name)
-            place = table.get_name(base)
+            place = table.get_name(base) or table.get_name(base.removeprefix("transformer."))
             if place is not None:
                 found[place + name.removeprefix(base)] = name
         return found
 
     def is_transposed(self, parameter: str) -> bool:
-        """Whether the model has the matrices of this stack the other way round."""
-        return self.config["model_type"] == "gpt_oss" and parameter.endswith(("gate_up_proj", "down_proj"))
+        """Whether the model has this matrix, or those of this stack, the other way round."""
+        return parameter.endswith(_TRANSPOSED.get(self.config["model_type"], ()))
 
     def placed(self, arrays: Mapping[str, np.ndarray], parameter: str) -> np.ndarray:
         """The parameter that is made of these tensors, by name; but for what `is_transposed`, and dimensions of one.
@@ -97,6 +103,12 @@ class Placement:
         elif self.architecture in _TURNED and re.search(r"\.[qk]_proj\.(weight|bias)$", parameter):
             heads = self.config["num_attention_heads" if ".q_proj" in parameter else "num_key_value_heads"]
             whole = whole.reshape(heads, -1, 2, *whole.shape[1:]).swapaxes(1, 2).reshape(whole.shape)
+        elif re.search(r"query_key_value\.(weight|bias)$", parameter):
+            groups = self.config["num_key_value_heads"]
+            wide = whole.shape[0] // (self.config["num_attention_heads"] + 2 * groups)
+            parts = np.split(whole, [-2 * groups * wide, -groups * wide])
+            rows = [part.reshape(groups, -1, *whole.shape[1:]) for part in parts]
+            whole = np.concatenate(rows, 1).reshape(whole.shape)
         elif ".linear_attn." in parameter:
             whole = self._gated_delta_net(parts, parameter.partition(".linear_attn.")[2])
         return whole

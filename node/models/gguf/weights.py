@@ -135,7 +135,7 @@ class GgufWeights:
         order, kind = self._order(name), self.kind(name)
         if kind in _SIXTEEN_BITS:
             dtype = torch.float16 if kind == "F16" else torch.bfloat16
-            return self._turned(torch.from_numpy(self.stored(name)).view(dtype).reshape(self._shape(name)), name)
+            return self.turned(torch.from_numpy(self.stored(name)).view(dtype).reshape(self.shape(name)), name)
         if order is None:
             arrays = {tensor.name: stored_values(file, tensor) for file, tensor in self.sources[name]}
             return self._placed(arrays, name)
@@ -148,7 +148,7 @@ class GgufWeights:
         rows = order.reshape(-1)
         if not bool((np.diff(rows) == 1).all()):
             found = found[rows]
-        return self._turned(torch.from_numpy(found).reshape(self._shape(name)), name)
+        return self.turned(torch.from_numpy(found).reshape(self.shape(name)), name)
 
     def dtype(self) -> str:
         """The smallest type that holds every value of the file exactly, if the file itself uses it; else float32.
@@ -165,8 +165,9 @@ class GgufWeights:
                     return str(dtype).removeprefix("torch.")
         return "float32"
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        """The model's, or the file's where the model has none."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the parameter in the model, its matrices turned to [.., out, in]; that of the file where it has none there.
+        Only of a parameter that has a `kind`."""
         order = self._order(name)
         assert order is not None
         return self._held_as(name, (*order.shape, self.sources[name][0][1].shape[-1]))
@@ -178,8 +179,8 @@ class GgufWeights:
             return (*shape[:-2], shape[-1], shape[-2])
         return shape
 
-    def _turned(self, values: torch.Tensor, name: str) -> torch.Tensor:
-        """The parameter, of its matrices [.., out, in]."""
+    def turned(self, values: torch.Tensor, name: str) -> torch.Tensor:
+        """The parameter, of its matrices [.., out, in]; of the parameter, these."""
         turned = self._placement is not None and self._placement.is_transposed(name)
         return values.transpose(-1, -2).contiguous() if turned else values
 
@@ -230,7 +231,7 @@ class GgufWeights:
         if self._placement is not None:
             whole = torch.from_numpy(np.ascontiguousarray(self._placement.placed(arrays, name)))
             shape = self._held_as(name, tuple(whole.shape))
-            return self._turned(whole.reshape(shape), name) if whole.numel() == _count(shape) else whole
+            return self.turned(whole.reshape(shape), name) if whole.numel() == _count(shape) else whole
         placed: dict[str, torch.Tensor] = {}
         for tensor, values in arrays.items():
             result = self._processor.process(
