@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 STOP_TIMEOUT = 15.0
+_ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+"""An installation has its modules as byte code: here the first server of a benchmark leaves it for the next ones."""
 
 
 class ServerProcess:
@@ -44,7 +46,7 @@ class ServerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+                env=_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)},
             )
         self.started = time.perf_counter()
         self.ready_seconds = self.ready_processor = 0.0

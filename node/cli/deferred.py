@@ -36,6 +36,8 @@ PACKAGES: Final = frozenset(
         "libp2p.transport",
         "libp2p.transport.quic",
         "torch._dynamo",
+        "torch._meta_registrations",
+        "torch.export",
     )
 )
 MODULES: Final = frozenset(
@@ -142,6 +144,8 @@ def _run_when_asked(real: Loader, module: ModuleType) -> None:
         with lock:
             if not done:
                 done = True
+                if module.__name__ == "torch._dynamo":  # whose parts import each other in one order only
+                    _ = import_module("torch._meta_registrations").activate_meta
                 real.exec_module(module)
         if name not in module.__dict__:
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
@@ -150,6 +154,9 @@ def _run_when_asked(real: Loader, module: ModuleType) -> None:
     module.__dict__["__getattr__"] = get
     if module.__name__ == "torch._dynamo":
         module.__dict__.update(_MARKS)
+    if module.__name__ == "torch._meta_registrations":  # by what it imports this is done, and torch.Generator needs it
+        kind = import_module("torch._opaque_base").OpaqueBaseMeta
+        import_module("torch._C")._set_generator_metaclass(kind)
 
 
 def _stand_in(_: Loader, module: ModuleType) -> None:

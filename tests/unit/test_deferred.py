@@ -118,10 +118,17 @@ unused = {"aioquic", "dns", "httpx", "OpenSSL", "prometheus_client.metrics", "re
 assert not unused & set(sys.modules), unused & set(sys.modules)
 import petalnode.node.client.generation.conversation, petalnode.node.blocks.client_part
 import transformers.models.llama.modeling_llama
-unused = {"torch._dynamo.convert_frame", "torch.distributed.tensor._ops", "sympy"}
+from transformers import CTRLConfig, LlamaConfig
+from petalnode.node.blocks.skeleton import build
+import torch
+build(LlamaConfig(num_hidden_layers=1), torch.float32)
+torch.randn(2, generator=torch.Generator().manual_seed(1))
+unused = {"torch._dynamo.convert_frame", "torch.distributed.tensor._ops", "torch._export", "torch._refs", "sympy"}
 assert not unused & set(sys.modules), unused & set(sys.modules)
-import libp2p, torch
-assert libp2p.new_host and torch._dynamo.config  # whoever needs them has them
+build(CTRLConfig(n_layer=1), torch.float32)
+assert "torch._refs" in sys.modules, "what makes tensors without memory in Python is there when a model needs it"
+import libp2p
+assert libp2p.new_host and torch._dynamo.config and torch.export.export  # whoever needs them has them
 from libp2p.transport.quic.stream import QUICStream
 from libp2p.custom_types import TQUICStreamHandlerFn
 assert QUICStream.read

@@ -11,8 +11,9 @@ import pytest
 import trio
 
 from petalnode.node.blocks.kernels import choice
-from petalnode.node.blocks.kernels.choice import sample_of
-from petalnode.node.blocks.span import load_span
+from petalnode.node.blocks.kernels.choice import Known, sample_of
+from petalnode.node.blocks.kernels.library import library, usable_threads
+from petalnode.node.blocks.span import Loading, load, load_span
 from petalnode.node.server.lifecycle.speed import (
     BlockSpeed,
     LiveSpeed,
@@ -20,8 +21,10 @@ from petalnode.node.server.lifecycle.speed import (
     SpeedKey,
     cpu_name,
     keep_speed,
+    keep_trial,
     measure_speed,
     recall_speed,
+    recall_trial,
 )
 from petalnode.node.swarm.cost import COST
 from petalnode.node.testing.memory_network import run_autojumping
@@ -88,6 +91,42 @@ def test_what_killed_processes_left_is_removed(cache: Path) -> None:
     os.utime(left, (1e9, 1e9))
     keep_speed(KEY, SPEED)
     assert not left.exists() and being_written.exists()
+
+
+def test_usual_outcome_of_trials_is_kept() -> None:
+    usual = Known({"a", "b"}, True, usable_threads())
+    keep_trial(KEY, usual, now=1e9)
+    assert recall_trial(KEY, now=1e9 + 29 * DAY) == usual
+    for key, now in ((KEY, 1e9 + 31 * DAY), (KEY, 1e9 - 1), (replace(KEY, hardware="another"), 1e9)):
+        assert recall_trial(key, now=now) == Known()
+    for unusual in (Known({"c"}, True, 0), Known({"c"}, False, usable_threads())):
+        keep_trial(KEY, unusual, now=1e9)
+        assert recall_trial(KEY, now=1e9) == usual
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": [1]}', '{"a": ["x", []]}', '{"a": [1, 2]}'])
+def test_damaged_file_of_trials_is_none(cache: Path, text: str) -> None:
+    (cache / "trials.json").write_text(text)
+    assert recall_trial(KEY) == Known()
+    keep_trial(KEY, Known({"a"}, True, usable_threads()))
+    assert recall_trial(KEY).kinds == {"a"}
+
+
+@pytest.mark.skipif(library() is None, reason="the kernels are not built (make setup, with a C compiler)")
+def test_what_earlier_runs_found_out_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, known = save_tiny("llama", tmp_path / "model"), Known()
+    load(folder, Span(0, 2), Loading("cpu", "float32", "none", "native", known=known))
+    keep_trial(KEY, replace(known, threads=usable_threads()))
+    tried: list[Span] = []
+
+    def difference(span: Any, part: Span, step: Any) -> float:
+        tried.append(part)
+        return 0.0
+
+    monkeypatch.setattr(choice, "_difference", difference)
+    for key, more in ((KEY, False), (replace(KEY, hardware="another"), True)):
+        blocks = load(folder, Span(1, 4), Loading("cpu", "float32", "none", "native", known=recall_trial(key)))
+        assert blocks.supports_ragged and blocks.step is not None and bool(tried) is more
 
 
 def test_large_blocks_are_measured_by_few_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -95,17 +96,22 @@ class Decoder(Protocol):
 @dataclass
 class Known:
     """What was found out about loaded blocks, for others that differ from them by their weights alone: whether steps
-    run as a ragged batch, and how many threads compute them by the kernels (0: torch does)."""
+    run as a ragged batch, and how many threads compute them by the kernels (0: torch does). `kinds`: digests."""
 
-    kinds: set[object] = field(default_factory=set)
+    kinds: set[str] = field(default_factory=set)
     ragged: bool = False
     threads: int = 0
 
+    @property
+    def is_usual(self) -> bool:
+        """Whether the kernels compute with all threads, which no other work on the machine can have brought about."""
+        return self.ragged and self.threads == usable_threads()
+
     def covers(self, span: Decoder) -> bool:
-        return self.kinds.issuperset(_kinds(span))
+        return self.kinds.issuperset(_digests(span))
 
     def note(self, span: Decoder) -> None:
-        self.kinds.update(_kinds(span))
+        self.kinds.update(_digests(span))
         self.ragged, self.threads = span.supports_ragged, 0 if span.step is None else span.step.threads
 
 
@@ -176,6 +182,10 @@ def _kinds(span: Decoder) -> list[object]:
     """Of each block all but its weights."""
     blocks = zip(span.stack.blocks, span.specs, strict=True)
     return [(spec, tuple(_traits(block, number))) for number, (block, spec) in enumerate(blocks)]
+
+
+def _digests(span: Decoder) -> set[str]:
+    return {hashlib.sha256(repr(kind).encode()).hexdigest()[:32] for kind in set(_kinds(span))}
 
 
 def _traits(block: nn.Module, number: int) -> Iterator[object]:

@@ -201,6 +201,11 @@ class Library:
         """Uses the kernels for this instruction set from now on; false if there are none here. For tests."""
         return self.functions.petalnode_select(isa.encode()) is not None
 
+    @property
+    def name(self) -> str:
+        """Of its file; outside of wheels it tells the source."""
+        return Path(self.functions._name).stem
+
     @cached_property
     def is_exact(self) -> bool:
         """Whether it computes the exact kind on this machine, as its compiler and processor made it."""

@@ -214,7 +214,9 @@ class TiledMatrix(QuantisedMatrix):
             raise ValueError(f"not the bytes of a matrix of {shape} in {kind}")
         if form.bits == 16:
             return StoredMatrix(torch.from_numpy(rows).view(form.scale).view(shape))
-        made = {part: torch.zeros(of, dtype=dtype) for part, (dtype, of) in form.kinds(shape).items()}
+        # Lanes behind the last row are not written.
+        make = torch.zeros if shape[0] % LANES else torch.empty
+        made = {part: make(of, dtype=dtype) for part, (dtype, of) in form.kinds(shape).items()}
         offset = made["offset"].data_ptr() if "offset" in made else None
         parts = (made["weight"].data_ptr(), made["scale"].data_ptr(), offset)
         found = kernels().functions.petalnode_pack(number, rows.ctypes.data, *shape, *parts)

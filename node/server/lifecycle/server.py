@@ -29,7 +29,7 @@ from .options import ServerOptions, ServerParts, check_blocks, read_adapters
 from .other_servers import serve_transfers
 from .rebalancing import PlacementState, join_where_needed
 from .source import ModelSource, find_folder, find_source, in_thread
-from .speed import SpeedKey, cpu_name, cpu_threads, recall_speed
+from .speed import SpeedKey, cpu_name, cpu_threads, keep_trial, recall_speed, recall_trial
 
 if TYPE_CHECKING:
     from ...blocks.span import BlockSpan
@@ -160,14 +160,13 @@ class Server:
         return await in_thread(lambda: self._read_blocks(path, span))
 
     def _read_blocks(self, path: Path, span: Span) -> BlockSpan:
-        from ...blocks.kernels.choice import Known
         from ...blocks.span import Loading, load
 
-        options, parts = self._context.options, self._context.parts
+        options, parts, key = self._context.options, self._context.parts, self._context.speed_key
+        known = parts.known[key] = parts.known.get(key) or recall_trial(key)
         kind = options.device, options.dtype, str(options.numerics), options.kernels
-        known = parts.known.setdefault((self._context.source.manifest.version, *kind), Known())
-        how = Loading(*kind, parts.progress, experts_on_disk=self._sizing.on_disk, known=known)
-        blocks = load(path, span, how)
+        blocks = load(path, span, Loading(*kind, parts.progress, experts_on_disk=self._sizing.on_disk, known=known))
+        keep_trial(key, known)
         if options.cache_dtype == "float32" and blocks.cache_dtype != "float32":
             raise MachineError(
                 f"--cache-dtype float32 computes in float32, not in {blocks.cache_dtype}: add --dtype float32"
@@ -219,7 +218,7 @@ def _speed_key(source: ModelSource, options: ServerOptions) -> SpeedKey:
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else hardware
             hardware = f"{device.type} {name}"
     if options.kernels != "torch" and (found := library()) is not None:
-        hardware = f"{hardware}, kernels {options.kernels} {found.isa}"
+        hardware = f"{hardware}, kernels {options.kernels} {found.isa} {found.name}"
     return SpeedKey(source.manifest.version, options.dtype, str(options.numerics), hardware, cpu_threads())
 
 

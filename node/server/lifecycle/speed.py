@@ -25,6 +25,7 @@ from ...models.cache_dir import cache_dir, keep_json
 from ...swarm.cost import COST
 
 if TYPE_CHECKING:
+    from ...blocks.kernels.choice import Known
     from ...blocks.span import BlockSpan
     from ..compute_thread import ComputeThread
 
@@ -151,6 +152,38 @@ def keep_speed(key: SpeedKey, speed: BlockSpeed, now: float | None = None) -> No
     entries[key.name()] = time.time() if now is None else now, *astuple(speed)
     latest = sorted(entries.items(), key=lambda entry: entry[1])[-SPEED.kept :]
     keep_json(cache_dir() / _FILE, {"format": SPEED.format, "speeds": dict(latest)})
+
+
+def recall_trial(key: SpeedKey, now: float | None = None) -> Known:
+    """What an earlier run found out about the blocks of `key`, if it is not too old."""
+    from ...blocks.kernels.choice import Known
+    from ...blocks.kernels.library import usable_threads
+
+    when, kinds = _trials().get(key.name(), (-math.inf, set[str]()))
+    recent = 0 <= (time.time() if now is None else now) - when < SPEED.old_seconds
+    return Known(kinds, True, usable_threads()) if recent else Known()
+
+
+def keep_trial(key: SpeedKey, known: Known, now: float | None = None) -> None:
+    """Keeps the usual outcome. Any other may come of other work on the machine, and is found out anew."""
+    entries = _trials()
+    if known.is_usual and entries.get(key.name(), (0.0, set[str]()))[1] != known.kinds:
+        entries[key.name()] = time.time() if now is None else now, known.kinds
+        latest = sorted(entries.items(), key=lambda entry: entry[1][0])[-SPEED.kept :]
+        keep_json(_trial_file(), {name: [when, sorted(kinds)] for name, (when, kinds) in latest})
+
+
+def _trial_file() -> Path:
+    return cache_dir() / "trials.json"
+
+
+def _trials() -> dict[str, tuple[float, set[str]]]:
+    """When it was found out, and about which kinds of blocks, by the names of keys."""
+    try:
+        stored = json.loads(_trial_file().read_bytes())
+        return {name: (float(when), set(map(str, kinds))) for name, (when, kinds) in stored.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
 
 
 def _load() -> dict[str, tuple[float, ...]]:
