@@ -166,7 +166,7 @@ class GgufWeights:
         return "float32"
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the parameter in the model, its matrices turned to [.., out, in]; that of the file where it has none there.
+        """Of the parameter in the model, its matrices turned to [.., out, in]; the file's where it has none there.
         Only of a parameter that has a `kind`."""
         order = self._order(name)
         assert order is not None
