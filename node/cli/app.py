@@ -195,7 +195,8 @@ def _told(error: Any, arguments: list[str]) -> int:
         return int(ExitCode.BAD_INPUT)
     named = f"petalnode {arguments[0]}" if arguments[:1] and arguments[0] in COMMANDS else "petalnode"
     path = named if error.ctx is None else error.ctx.command_path
-    say_error(f"{message.rstrip('.')}: `{path} --help` says what it takes")
+    message = message if message.endswith("?") else f"{message.rstrip('.')}:"
+    say_error(f"{message} `{path} --help` says what it takes")
     return int(ExitCode.BAD_INPUT)
 
 

@@ -16,19 +16,15 @@ from ..errors import BadInput
 _FORMS = '{"text": ..}, {"prompt": .., "completion": ..}, {"messages": [..]} or {"text": .., "label": ..}'
 _ROLES: Final = ("system", "user", "assistant")
 _CSV: Final = "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin, delimiter={})]"
+_FRAME: Final = (
+    "pip install pandas {1} && python -c 'import pandas, sys; "
+    'pandas.read_{0}(sys.argv[1]).to_json(sys.argv[2], orient="records", lines=True)\' {{0}} {{1}}'
+)
 _TABLES: Final = {
     ".csv": ("a CSV file", f"python -c '{_CSV.format('chr(44)')}' < {{0}} > {{1}}"),
     ".tsv": ("a TSV file", f"python -c '{_CSV.format('chr(9)')}' < {{0}} > {{1}}"),
-    ".parquet": (
-        "a parquet file",
-        "pip install pandas pyarrow && python -c 'import pandas; "
-        'pandas.read_parquet("{0}").to_json("{1}", orient="records", lines=True)\'',
-    ),
-    ".xlsx": (
-        "an Excel file",
-        "pip install pandas openpyxl && python -c 'import pandas; "
-        'pandas.read_excel("{0}").to_json("{1}", orient="records", lines=True)\'',
-    ),
+    ".parquet": ("a parquet file", _FRAME.format("parquet", "pyarrow")),
+    ".xlsx": ("an Excel file", _FRAME.format("excel", "openpyxl")),
 }
 """Kinds of files that are no JSONL, by their endings: what they are called, and how FILE (0) becomes JSONL (1)."""
 _NUMBER: Final = re.compile(r"0|-?[1-9][0-9]{0,99}")  # far below what Python refuses to convert
@@ -118,10 +114,13 @@ def read_dataset(path: Path) -> Dataset:
 
 
 def _how_to_convert(path: Path, kind: str, command: str) -> str:
-    given, wanted = shlex.quote(str(path)), shlex.quote(str(path.with_suffix(".jsonl")))
+    wanted = path.with_suffix(".jsonl")
+    if wanted == path:
+        wanted = path.with_name(f"{path.stem}-converted.jsonl")
+    given, made = shlex.quote(str(path)), shlex.quote(str(wanted))
     return (
         f"{path} is {kind}, and --data takes JSONL: on each line {_FORMS}. Call its columns so (prompt and "
-        f"completion, or text and label), and convert it with: {command.format(given, wanted)}"
+        f"completion, or text and label), and convert it with: {command.format(given, made)}"
     )
 
 

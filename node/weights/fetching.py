@@ -337,5 +337,6 @@ class Fetch:
         self._last = trio.current_time()
         self._done += len(data)
         own.nbytes += len(data)
-        self._progress(f"Fetching {self._folder.name} from {len(self._working)} peers", self._done, self._total)
+        peers = "1 peer" if len(self._working) == 1 else f"{len(self._working)} peers"
+        self._progress(f"Fetching {self._folder.name} from {peers}", self._done, self._total)
         return True

@@ -312,7 +312,8 @@ MISTAKES = {
     "a service's option": ("service install --num-block 2", "No such option: --num-block"),
     "a link as a model": ("chat petalnode:aeacu --prompt hi --peer {nobody}", "this is a link, and no MODEL"),
     "a model of no known size": ("fit none/such", "the size of none/such is not known: `petalnode fit` lists"),
-    "a file of machines": ("fit --machines {empty}/none", "{empty}/none"),
+    "a file of machines": ("fit --machines {empty}/none", "{empty}/none cannot be read: No such file or directory$"),
+    "a mistyped command": ("fitt", "No such command 'fitt'. Did you mean 'fit'\\? `petalnode --help` says"),
     "a swarm that is new and old": (
         "status --new-swarm --peer {nobody}",
         "--new-swarm starts a swarm and --peer joins",

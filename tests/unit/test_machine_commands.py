@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import plistlib
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from petalnode.node.cli.commands.machine import manual, service
 from petalnode.node.cli.commands.machine import update as update_command
 from petalnode.node.errors import BadInput, MachineError
 from petalnode.node.links.format import Invite, key_hash, to_link
+from tests.import_graph import ROOT
 
 COMMAND = ("/opt/py thon", "-m", "petalnode", "serve", "--name", 'my "50%" $box')
 SERVE = service.Program(COMMAND, Path("/home/a 5% b"), {"OMP_NUM_THREADS": "2", "HF_HOME": "/x $y"})
@@ -55,6 +57,73 @@ def test_each_system_has_its_service(tmp_path: Path) -> None:
     assert 'set "OMP_NUM_THREADS=2"&& ' in told["Arguments"] and windows.install[0][-2:] == ("/XML", str(windows.file))
     with pytest.raises(MachineError, match="sunos5"):
         service.system("sunos5", tmp_path, log, SERVE)
+
+
+TASK = {
+    "Task": {"RegistrationInfo", "Triggers", "Settings", "Data", "Principals", "Actions"},
+    "Triggers": {"LogonTrigger"},
+    "LogonTrigger": {"UserId", "Delay"},
+    "Principals": {"Principal"},
+    "Principal": {"UserId", "LogonType", "GroupId", "DisplayName", "RunLevel"},
+    "Settings": {
+        *(
+            "AllowHardTerminate",
+            "AllowStartOnDemand",
+            "DeleteExpiredTaskAfter",
+            "DisallowStartIfOnBatteries",
+            "Enabled",
+        ),
+        *("ExecutionTimeLimit", "Hidden", "IdleSettings", "MultipleInstancesPolicy", "NetworkSettings", "Priority"),
+        *("RestartOnFailure", "RunOnlyIfIdle", "RunOnlyIfNetworkAvailable", "StartWhenAvailable"),
+        *("StopIfGoingOnBatteries", "WakeToRun"),
+    },
+    "RestartOnFailure": {"Interval", "Count"},
+    "Actions": {"Exec"},
+    "Exec": {"Command", "Arguments", "WorkingDirectory"},
+}
+"""What Microsoft's "Task Scheduler Schema" lets stand in these elements, in any order."""
+VALUES = {
+    "UserId": r".+",
+    "LogonType": r"S4U|Password|InteractiveToken",
+    "DisallowStartIfOnBatteries": r"true|false",
+    "StopIfGoingOnBatteries": r"true|false",
+    "ExecutionTimeLimit": r"PT\d+S",
+    "Interval": r"PT[1-9]\d*M",  # a minute at least
+    "Count": r"[1-9]\d?|1\d\d|2[0-4]\d|25[0-5]",
+    "Command": r".{1,260}",
+    "Arguments": r".*",
+    "WorkingDirectory": r".{1,260}",
+}
+
+
+def test_windows_task_follows_its_schema() -> None:
+    task = ElementTree.fromstring(
+        service.task_bytes(SERVE, Path("C:/log"), r"HOME\me").decode("utf-16").partition("?>")[2]
+    )
+    space = "{http://schemas.microsoft.com/windows/2004/02/mit/task}"
+    assert task.tag == f"{space}Task"
+    for element in task.iter():
+        name, inner = element.tag.removeprefix(space), [child.tag.removeprefix(space) for child in element]
+        if name in VALUES:
+            assert not inner and re.fullmatch(VALUES[name], element.text or ""), name
+        else:
+            assert set(inner) <= TASK[name] and len(set(inner)) == len(inner) > 0, name
+    words = service.Program(("C:/p.exe", "x&y", "a|b\\", "c d")).command
+    assert " ".join(map(service._cmd_word, words)) == 'C:/p.exe "x&y" "a|b\\\\" "c d"'
+    principal, actions = (task.find(f".//{space}{name}") for name in ("Principal", "Actions"))
+    assert principal is not None and actions is not None and principal.get("id") == actions.get("Context")
+
+
+def test_agents_of_launchd_have_its_keys() -> None:
+    """Those of launchd.plist(5), of its types."""
+    own = plistlib.loads(service.agent_bytes(SERVE, Path("/log")))
+    for agent in (own, plistlib.loads((ROOT / "packaging" / "org.petalnode.serve.plist").read_bytes())):
+        kinds = {"Label": str, "ProgramArguments": list, "WorkingDirectory": str, "EnvironmentVariables": dict}
+        kinds |= {"RunAtLoad": bool, "KeepAlive": dict, "ThrottleInterval": int, "ExitTimeOut": int}
+        kinds |= {"ProcessType": str, "StandardOutPath": str, "StandardErrorPath": str}
+        assert agent.keys() <= kinds.keys() and all(type(agent[name]) is kinds[name] for name in agent)
+        assert agent["ProcessType"] == "Background" and agent["KeepAlive"] == {"SuccessfulExit": False}
+        assert all(type(word) is str for word in agent["ProgramArguments"])
 
 
 def test_a_service_outlives_its_links_and_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

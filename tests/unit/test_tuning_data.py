@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -167,10 +168,13 @@ def test_table_is_refused_with_command_that_converts_it(ending: str, separator: 
 
 
 def test_parquet_is_refused_whatever_it_is_called(tmp_path: Path) -> None:
-    for name in ("a.parquet", "a.jsonl"):
+    for name, made in (("my data.parquet", "my data.jsonl"), ("a.jsonl", "a-converted.jsonl")):
         (tmp_path / name).write_bytes(b"PAR1....PAR1")
-        with pytest.raises(BadInput, match=r"is a parquet file.*read_parquet"):
+        with pytest.raises(BadInput, match=r"is a parquet file.*read_parquet") as refused:
             read_dataset(tmp_path / name)
+        words = shlex.split(str(refused.value).partition(" && ")[2])
+        assert words[:2] == ["python", "-c"] and words[3:] == [str(tmp_path / name), str(tmp_path / made)]
+        compile(words[2], "the command", "exec")
 
 
 def test_losses_are_drawn() -> None:

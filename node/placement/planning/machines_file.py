@@ -193,7 +193,8 @@ def read_machines(path: Path) -> MachinesFile:
             data = file.read(MACHINES.max_bytes + 1)
         text = data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} cannot be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise BadInput(f"{path} cannot be read: {why}") from None
     if len(data) > MACHINES.max_bytes:
         raise BadInput(f"{path} is larger than {MACHINES.max_bytes >> 20} MiB: that is no list of machines")
     try:

@@ -153,7 +153,8 @@ def agent_bytes(program: Program, log: Path) -> bytes:
 def task_bytes(program: Program, log: Path, user: str) -> bytes:
     """A task of Windows' scheduler, which would else end it after three days, and on battery."""
     variables = "".join(f'set "{name}={value}"&& ' for name, value in program.variables.items())
-    run = f'/d /c "{variables}{subprocess.list2cmdline(program.command)} >> "{log}" 2>&1"'
+    command = " ".join(map(_cmd_word, program.command))
+    run = f'/d /c "{variables}{command} >> "{log}" 2>&1"'
     return f"""<?xml version="1.0" encoding="UTF-16"?>
 <Task version="1.2" xmlns="http://schemas.microsoft.com/windows/2004/02/mit/task">
   <Triggers><LogonTrigger><UserId>{escape(user)}</UserId></LogonTrigger></Triggers>
@@ -173,6 +174,14 @@ def task_bytes(program: Program, log: Path, user: str) -> bytes:
   </Exec></Actions>
 </Task>
 """.encode("utf-16")
+
+
+def _cmd_word(word: str) -> str:
+    """As cmd.exe takes it: what means something to that is quoted, too."""
+    quoted = subprocess.list2cmdline([word])
+    if quoted.startswith('"') or not set(word) & set("&|<>^()"):
+        return quoted
+    return f'"{quoted}' + "\\" * (len(word) - len(word.rstrip("\\"))) + '"'
 
 
 def program_of(arguments: Sequence[str], variables: Mapping[str, str]) -> Program:

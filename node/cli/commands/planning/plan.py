@@ -65,7 +65,7 @@ def plan(
             here = {one.name: str(one.path) for one in local_models() if one.whole} if model is None else {model: model}
             if join.peers or not here or not searched:
                 raise
-            output.note(f"{error}. On this machine alone:")
+            output.note(f"{str(error).rstrip('.')}. On this machine alone:")
             say_fit_here(here, output)
         return
     file = read_machines(machines)
