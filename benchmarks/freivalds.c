@@ -78,7 +78,7 @@ int main(int count, char **arguments) {
             digest ^= (uint64_t)seen[0];
             product += first, test += second, sent += 2 * out * blocks;
             free(given), free(scales), free(made), free(factors);
-            forget_all();
+            forget(0);
         }
         printf("%s, %lld rows: product %.2f ms, test %.2f ms (%.2f), %.1f MB sent for a row (%llx)\n", best[chosen], (long long)rows,
                product, test, test / product, (double)sent / 1e6, (unsigned long long)digest);

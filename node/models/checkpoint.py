@@ -8,7 +8,7 @@ then the tensors' bytes, row-major.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -172,10 +172,13 @@ class Checkpoint:
         """Bytes of the part's tensors in the files."""
         return sum(tensor.nbytes for tensor in self.tensors(part))
 
-    def opened_nbytes(self, part: Part) -> int:
-        """The same where tensors of fewer than 16 bits a value are opened to float32."""
-        tensors = self.tensors(part)
-        return sum(held.nbytes if held.dtype in _WIDE or not self.gguf else 4 * prod(held.shape) for held in tensors)
+    def opened_nbytes(self, part: Part, packed: Collection[str] = ()) -> int:
+        """The same where tensors of fewer than 16 bits a value are opened to float32, but for kinds `packed`."""
+        as_they_are = {*_WIDE, *packed}
+        return sum(
+            held.nbytes if held.dtype in as_they_are or not self.gguf else 4 * prod(held.shape)
+            for held in self.tensors(part)
+        )
 
     def slice(self, key: str) -> Any:
         """safetensors' lazy handle on a tensor of one of its files, as torch has it: `[...]` reads the mapped file.

@@ -28,12 +28,14 @@ from ...protocols.training import LoraName
 from ..blocks.batch_request import gradient_of
 from ..blocks.cache import SpanCache
 from ..blocks.kernels.choice import Known
+from ..blocks.kernels.tiles import STORED
 from ..blocks.passes import Batch, Gradients, SpanPasses, run_through
 from ..blocks.span import PREFILL_CHUNK, BlockSpan, Loading, load
 from ..errors import BadInput, ModelError
 from ..models.checkpoint import Checkpoint
 from ..models.folder import ModelFolder, num_blocks, read_config
 from ..models.progress import Progress, no_progress
+from ..models.quantisation import is_exact
 from .noise import Noise
 
 
@@ -42,7 +44,7 @@ class RecomputationLimits:
     """How much is recomputed at once."""
 
     group_bytes: int = 64 << 20
-    """Of weights, as they are in the files, that are loaded at once; a larger block is loaded alone."""
+    """Of weights, as they are held, that are loaded at once; a larger block is loaded alone."""
     activation_bytes: int = 256 << 20  # that autograd keeps beyond those of one block
     pairs: int = 6
     """Pairs of perturbed recomputations: the noise of one, and its opposite. Of any two among 64 experts, one has the
@@ -232,7 +234,7 @@ class Recomputation:
 
     def _size(self, weights: Checkpoint, block: int) -> int:
         try:
-            return weights.opened_nbytes(block)
+            return weights.opened_nbytes(block, STORED if is_exact(self._quantisation) else ())
         except ModelError:  # it is not here yet, or not at all: it is loaded alone
             return self._group_bytes
 

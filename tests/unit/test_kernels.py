@@ -182,6 +182,7 @@ def test_many_rows_have_the_bits_of_single_ones(isa: str) -> None:
     """More rows and longer ones than codes are opened for at once."""
     made = [held(kind, (83, 768))[0] for kind in ("Q4_0", "Q4_1", "Q4_K", "Q2_K", "Q5_1", "Q6_K", "Q8_0", "IQ4_NL")]
     made += [TiledInt8Matrix.quantise(weights((83, 720))), TiledNf4Matrix.quantise(weights((83, 704)))]
+    made += [StoredMatrix(weights((83, 1168)).to(dtype)) for dtype in (torch.bfloat16, torch.float16)]
     for matrix in made:
         rows = torch.randn(150, matrix.shape[1], generator=torch.Generator().manual_seed(2))
         together = product(matrix, rows, 1)

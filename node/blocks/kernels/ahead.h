@@ -22,11 +22,14 @@ INLINE struct ahead ahead_of(const struct matrix *m, int64_t tile, int64_t bytes
                           (const char *)m->offsets + scales};
 }
 
-/* The same of row-major weights: `stride` bytes from the row of an output to the next one. */
+/* The same of row-major weights: `stride` bytes from the row of an output to the next one, `lines` of 64 bytes of each. */
 struct rows_ahead {
     const char *codes;
-    int64_t stride;
+    int64_t stride, lines;
 };
+
+typedef void turned_work(const float *panel, int64_t inputs, int64_t tiles, const float *x, int64_t in, int begins, float *sums,
+                         struct rows_ahead ahead, int64_t turn, int64_t turns);
 
 typedef void parts_work(const struct matrix *, int64_t first, int64_t count, int64_t from, int64_t to, const float *x,
                         float *sums, int64_t all, struct rows_ahead ahead, int64_t turn, int64_t turns, float *y, int64_t given);

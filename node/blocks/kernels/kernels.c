@@ -76,8 +76,10 @@
 #define GROUP (MOST_TILES * LANES) /* outputs in a piece of work */
 #define PANEL_VALUES 4096 /* of tiles, opened, or of keys, that stay in the nearest cache for all rows */
 #define OPENED_FROM 12 /* rows, for which they are opened; fewer take less time otherwise */
-#define TOGETHER_OPENED 128 /* rows that they are opened for */
+#define TOGETHER_OPENED 256 /* rows that they are opened for */
 #define TOGETHER 32 /* rows that row-major weights are read once for */
+#define TURNED 256 /* rows, at most, that these are turned for where there are more */
+#define TURNED_VALUES 9728 /* weights that are turned at a time, and stay in the second cache for all rows */
 #define SIDE_INPUTS 512 /* of x, side by side, that some rows are multiplied with at once */
 #define PANEL_ROWS 16 /* of the matrix, whose part stays in the nearest cache for all rows of x */
 #define VALUE_BYTES(form) ((form) == FORM_F32 ? 4 : 2)
@@ -373,6 +375,17 @@ typedef int16_t eight_shorts __attribute__((vector_size(16)));
 #else
 #define SHUFFLE(type, a, b, ...) __builtin_shuffle(a, b, (type){__VA_ARGS__})
 #endif
+/* Four values from `lane` on of each of four rows, turned: the first ones side by side, `pitch` behind them the second ones. */
+INLINE void turn_four(const float *const *row, int64_t lane, float *into, int64_t pitch) {
+    four_ints r[4];
+    UNROLL for (int j = 0; j < 4; j++) memcpy(r + j, row[j] + lane, sizeof r[j]);
+    const four_ints a = SHUFFLE(four_ints, r[0], r[1], 0, 4, 1, 5), b = SHUFFLE(four_ints, r[2], r[3], 0, 4, 1, 5);
+    const four_ints c = SHUFFLE(four_ints, r[0], r[1], 2, 6, 3, 7), d = SHUFFLE(four_ints, r[2], r[3], 2, 6, 3, 7);
+    r[0] = SHUFFLE(four_ints, a, b, 0, 1, 4, 5), r[1] = SHUFFLE(four_ints, a, b, 2, 3, 6, 7);
+    r[2] = SHUFFLE(four_ints, c, d, 0, 1, 4, 5), r[3] = SHUFFLE(four_ints, c, d, 2, 3, 6, 7);
+    UNROLL for (int j = 0; j < 4; j++) memcpy(into + j * pitch, r + j, sizeof r[j]);
+}
+
 #define EACH for (int lane = 0; lane < LANES; lane++)
 #define FOUR UNROLL for (int part = 0; part < 4; part++)
 #define AS_FLOATS(ints) __builtin_convertvector(ints, four_floats)

@@ -92,8 +92,8 @@ INLINE void NAME(part)(const struct matrix *m, int form, int outputs, int rows, 
         int64_t all, struct rows_ahead ahead, int64_t turn, int64_t turns, float *y, int64_t given) {                 \
         for (int64_t o = 0, next; o < count; o = next, turn = turn ? turn - 1 : turns - 1) {                          \
             next = o + outputs <= count ? o + outputs : o + 1;                                                        \
-            const struct rows_ahead now = turn ? (struct rows_ahead){(const char *)x, 0}                              \
-                                               : (struct rows_ahead){ahead.codes + o * ahead.stride, ahead.stride};   \
+            const struct rows_ahead now = turn ? (struct rows_ahead){(const char *)x, 0, 0}                           \
+                                               : (struct rows_ahead){ahead.codes + o * ahead.stride, ahead.stride, 0};\
             float *into = sums + o * all * LANES;                                                                     \
             if (next == o + 1) NAME(part)(m, form, 1, rows, first + o, from, to, x, into, all, now, y, given);        \
             else NAME(part)(m, form, outputs, rows, first + o, from, to, x, into, all, now, y, given);                \
@@ -141,9 +141,9 @@ static void NAME(more_rows)(const struct matrix *m, int64_t from, int64_t to, co
             NAME(side_by_side)(x + done * in, in, rows - done, take[turn], k, end, side + done * (end - k));
         for (int64_t panel = from; panel < to; panel += PANEL_ROWS) {
             const int64_t count = panel + PANEL_ROWS < to ? PANEL_ROWS : to - panel, behind = panel + to - from;
-            struct rows_ahead ahead = {(const char *)m->codes + (panel * in + end) * size, in * size};
+            struct rows_ahead ahead = {(const char *)m->codes + (panel * in + end) * size, in * size, 0};
             if (end == in && behind < m->out) ahead.codes = (const char *)m->codes + behind * in * size;
-            else if (end == in) ahead = (struct rows_ahead){next->codes, (int64_t)next->in * size};
+            else if (end == in) ahead = (struct rows_ahead){next->codes, (int64_t)next->in * size, 0};
             for (int64_t turn = 0, done = 0; turn < turns; done += take[turn++])
                 (take[turn] == 4 ? NAME(four_rows) : NAME(many_rows))[m->form](
                     m, panel, count, k, end, side + done * (end - k), sums + ((panel - from) * all + done) * LANES, all,
@@ -152,12 +152,109 @@ static void NAME(more_rows)(const struct matrix *m, int64_t from, int64_t to, co
     }
 }
 
+/* --- the same for many rows: weights are turned, a panel after the other, so that lanes run along the outputs --- */
+
+/* Inputs `from` .. `to` - 1 of `tiles` tiles from output `first` on, into `panel`, whose inputs are ordered by the lane of a sum
+ * that they belong to: [LANES] times [(to - from) / LANES][tiles][LANES], and a vector between, without which all would share
+ * a few lines of the nearest cache. Behind the last output stands the last one. */
+INLINE void NAME(turn_panel)(const struct matrix *m, int form, int64_t first, int64_t tiles, int64_t from, int64_t to, float *panel) {
+    const int64_t wide = tiles * LANES, pitch = (to - from) * tiles + LANES;
+    for (int64_t k = from; k < to; k += LANES, panel += wide)
+        for (int64_t o = 0; o < wide; o += 4) {
+            float opened[4][LANES];
+            const float *row[4];
+            UNROLL for (int j = 0; j < 4; j++) {
+                const int64_t place = (first + o + j < m->out ? first + o + j : m->out - 1) * m->in + k;
+                row[j] = form == FORM_F32 ? (const float *)m->codes + place : opened[j];
+                if (form != FORM_F32) NAME(store)(opened[j], NAME(weights)(m, place, form));
+            }
+            for (int64_t lane = 0; lane < LANES; lane += 4) turn_four(row, lane, panel + lane * pitch + o, pitch);
+        }
+}
+
+/* What a panel gives with `rows` rows of x, which are `in` apart, onto `sums` [LANES][rows][tiles][LANES]: of each lane of the
+ * sums by itself. Meanwhile a part of what is turned next is fetched: every `turns`th line from number `turn` on. */
+INLINE void NAME(turned_product)(const float *panel, int64_t inputs, int tiles, int rows, const float *x, int64_t in, int begins,
+                                 float *sums, struct rows_ahead ahead, int64_t turn, int64_t turns) {
+    for (int64_t lane = 0; lane < LANES; lane++, x++, panel += LANES, sums += rows * tiles * LANES) {
+        V part[MOST_TILES][MOST_ROWS];
+        for (int64_t line = turn; line < ahead.lines; line += turns)
+            UNROLL for (int t = 0; t < tiles; t++) __builtin_prefetch(ahead.codes + (t * LANES + lane) * ahead.stride + 64 * line);
+        UNROLL for (int t = 0; t < tiles; t++)
+            UNROLL for (int r = 0; r < rows; r++)
+                part[t][r] = begins ? NAME(zero)() : NAME(load)(sums + (r * tiles + t) * LANES);
+        for (int64_t k = 0; k < inputs; k += LANES, panel += tiles * LANES) {
+            V w[MOST_TILES];
+            UNROLL for (int t = 0; t < tiles; t++) w[t] = NAME(load)(panel + t * LANES);
+            UNROLL for (int r = 0; r < rows; r++) {
+                const V value = NAME(once)(NAME(set)(x[r * in + k]));
+                UNROLL for (int t = 0; t < tiles; t++) part[t][r] = NAME(fma)(w[t], value, part[t][r]);
+            }
+        }
+        UNROLL for (int t = 0; t < tiles; t++)
+            UNROLL for (int r = 0; r < rows; r++) NAME(store)(sums + (r * tiles + t) * LANES, part[t][r]);
+    }
+}
+
+/* Lanes `lane`, + 4, + 8 and + 12 of the sums of a row and tile, which are `pitch` apart, as `total` adds them. */
+INLINE V NAME(four_lanes)(const float *sums, int64_t pitch, int lane) {
+    const float *own = sums + lane * pitch;
+    return NAME(add)(NAME(add)(NAME(load)(own), NAME(load)(own + 8 * pitch)),
+                     NAME(add)(NAME(load)(own + 4 * pitch), NAME(load)(own + 12 * pitch)));
+}
+
+#define TURNED_WORK(rows)                                                                                             \
+    static __attribute__((noinline)) void NAME(turned_##rows)(                                                        \
+        const float *panel, int64_t inputs, int64_t tiles, const float *x, int64_t in, int begins, float *sums,       \
+        struct rows_ahead ahead, int64_t turn, int64_t turns) {                                                       \
+        if (TILES_MANY == 1 || tiles == 1)                                                                            \
+            NAME(turned_product)(panel, inputs, 1, rows, x, in, begins, sums, ahead, turn, turns);                    \
+        else NAME(turned_product)(panel, inputs, TILES_MANY, rows, x, in, begins, sums, ahead, turn, turns);          \
+    }
+EACH_COUNT(TURNED_WORK)
+static turned_work *const NAME(turned_work)[] = {COUNTED(turned)};
+#undef TURNED_WORK
+
+/* Outputs `from` .. `to` - 1 for up to TURNED / TILES_MANY rows. */
+INLINE void NAME(turned)(const struct matrix *m, int form, int64_t from, int64_t to, const float *x, int64_t rows, float *y,
+                         const struct matrix *next) {
+    const int64_t in = m->in, size = VALUE_BYTES(form), groups = (rows + MANY_ROWS - 1) / MANY_ROWS;
+    __attribute__((aligned(64))) float sums[TURNED * LANES * LANES], panel[TURNED_VALUES + LANES * LANES];
+    for (int64_t tiles; from < to; from += tiles * LANES) {
+        tiles = to - from < TILES_MANY * LANES ? 1 : TILES_MANY;
+        const int64_t parts = (in * tiles * LANES + TURNED_VALUES - 1) / TURNED_VALUES;
+        const int64_t step = (in / LANES + parts - 1) / parts * LANES; /* panels of about one length */
+        for (int64_t k = 0, end; k < in; k = end) {
+            end = k + step < in ? k + step : in;
+            struct rows_ahead ahead = {(const char *)m->codes + (from * in + end) * size, in * size, step * size / 64};
+            if (end == in && from + tiles * LANES < m->out) ahead.codes += (tiles * LANES - 1) * in * size;
+            else if (end == in) ahead = (struct rows_ahead){next->codes, (int64_t)next->in * size, step * size / 64};
+            NAME(turn_panel)(m, form, from, tiles, k, end, panel);
+            for (int64_t done = 0, take, left = groups; left; done += take, left--) {
+                float *own = sums + done * tiles * LANES * LANES;
+                take = (rows - done + left - 1) / left;
+                NAME(turned_work)[take](panel, end - k, tiles, x + done * in + k, in, k == 0, own, ahead, left - 1, groups);
+                for (int64_t place = 0; end == in && place < take * tiles; place++) {
+                    const int64_t pitch = take * tiles * LANES;
+                    const float *at = own + place * LANES;
+                    const V even = NAME(add)(NAME(four_lanes)(at, pitch, 0), NAME(four_lanes)(at, pitch, 2));
+                    const V odd = NAME(add)(NAME(four_lanes)(at, pitch, 1), NAME(four_lanes)(at, pitch, 3));
+                    NAME(put)(m, from / LANES + place % tiles, NAME(add)(even, odd), y + (done + place / tiles) * m->out);
+                }
+            }
+        }
+    }
+}
+
 static void NAME(row_major)(const struct matrix *m, int form, int64_t from, int64_t to, const float *x, int64_t rows, float *y,
                             const struct matrix *next) {
-    for (; rows > 0; rows -= TOGETHER, x += TOGETHER * m->in, y += TOGETHER * (int64_t)m->out)
-        if (rows == 1) NAME(few_rows)(m, form, 1, from, to, x, y);
-        else if (rows == 2) NAME(few_rows)(m, form, 2, from, to, x, y);
-        else NAME(more_rows)(m, from, to, x, rows < TOGETHER ? rows : TOGETHER, y, next);
+    for (int64_t take; rows > 0; rows -= take, x += take * m->in, y += take * (int64_t)m->out) {
+        take = rows < TURNED / TILES_MANY ? rows : TURNED / TILES_MANY;
+        if (take > TOGETHER) NAME(turned)(m, form, from, to, x, take, y, next);
+        else if (take > 2) NAME(more_rows)(m, from, to, x, take, y, next);
+        else if (take == 2) NAME(few_rows)(m, form, 2, from, to, x, y);
+        else NAME(few_rows)(m, form, 1, from, to, x, y);
+    }
 }
 #undef PARTS
 

@@ -36,7 +36,7 @@ _MODEL_TYPES: Final = frozenset(
 _ACTIVATIONS: Final = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2}
 _HELD: Final[dict[CacheDtype, int]] = {"auto": 0, "float32": 0, "bfloat16": 1, "int8": 2}
 """As `enum held` counts them."""
-_TOGETHER: Final = 128
+_TOGETHER: Final = 256
 """Rows that are computed at once, where there are more: their memory is bounded, and the bits are the same."""
 _ATTENDED: Final = 16
 """As in kernels.c."""

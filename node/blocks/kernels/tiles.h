@@ -186,6 +186,20 @@ INLINE void NAME(open_codes)(const struct matrix *m, int64_t tile, int64_t from,
         }
 }
 
+/* For numbers of rows that are multiplied at a time: something of each, and functions by it. */
+#undef EACH_COUNT
+#undef COUNTED
+#if MANY_ROWS > 6
+#define EACH_COUNT(of) of(2) of(3) of(4) of(5) of(6) of(7) of(8)
+#define COUNTED(name) NULL, NULL, NAME(name##_2), NAME(name##_3), NAME(name##_4), NAME(name##_5), NAME(name##_6), NAME(name##_7), NAME(name##_8)
+#elif MANY_ROWS > 3
+#define EACH_COUNT(of) of(2) of(3) of(4) of(5) of(6)
+#define COUNTED(name) NULL, NULL, NAME(name##_2), NAME(name##_3), NAME(name##_4), NAME(name##_5), NAME(name##_6)
+#else
+#define EACH_COUNT(of) of(2) of(3)
+#define COUNTED(name) NULL, NULL, NAME(name##_2), NAME(name##_3)
+#endif
+
 /* Inputs `from` .. `to` - 1 of `tiles` tiles: whole blocks, or a part of the one that is as long as a row. */
 static __attribute__((noinline)) void NAME(open_panel)(const struct matrix *m, int64_t tile, int64_t tiles, int64_t from,
                                                        int64_t to, struct panel *panel) {
@@ -254,26 +268,8 @@ INLINE void NAME(panel_product)(const struct panel *p, int tiles, int rows, cons
         if (TILES_MANY == 1 || p->tiles == 1) NAME(panel_product)(p, 1, rows, x, in, sums, totals);                   \
         else NAME(panel_product)(p, TILES_MANY, rows, x, in, sums, totals);                                           \
     }
-PANEL_WORK(2)
-PANEL_WORK(3)
-#if MANY_ROWS > 3
-PANEL_WORK(4)
-PANEL_WORK(5)
-PANEL_WORK(6)
-#endif
-#if MANY_ROWS > 6
-PANEL_WORK(7)
-PANEL_WORK(8)
-#endif
-static panel_work *const NAME(panel_work)[MANY_ROWS + 1] = {
-    NULL, NULL, NAME(panel_2), NAME(panel_3),
-#if MANY_ROWS > 3
-    NAME(panel_4), NAME(panel_5), NAME(panel_6),
-#endif
-#if MANY_ROWS > 6
-    NAME(panel_7), NAME(panel_8),
-#endif
-};
+EACH_COUNT(PANEL_WORK)
+static panel_work *const NAME(panel_work)[] = {COUNTED(panel)};
 #undef PANEL_WORK
 
 /* What the offsets of a matrix are multiplied with: sums of 16 inputs each, of which a block has one or two. */
