@@ -193,8 +193,7 @@ def read_machines(path: Path) -> MachinesFile:
             data = file.read(MACHINES.max_bytes + 1)
         text = data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise BadInput(f"{path} cannot be read: {why}") from None
+        raise BadInput(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None
     if len(data) > MACHINES.max_bytes:
         raise BadInput(f"{path} is larger than {MACHINES.max_bytes >> 20} MiB: that is no list of machines")
     try:
