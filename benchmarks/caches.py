@@ -21,7 +21,7 @@ from typing import Any
 import perplexity
 import torch
 from cpu import Way, answer, fill, perplexity_by_steps, timed, use_threads
-from transformers.utils import logging
+from plain import quiet_torch
 
 from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.client_part import load_client
@@ -102,9 +102,7 @@ def main() -> None:
     parser.add_argument("--kernels", default="native", choices=["native", "torch"])
     parser.add_argument("--perplexity", type=int, default=2048, help="tokens of text, 0: none")
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(options.threads)
+    quiet_torch(options.threads)
     model = resolve(options.model, need="all")
     rows = run(model.path, Span(0, model.num_blocks), options)
     if options.json:

@@ -30,10 +30,10 @@ from random import Random
 from typing import Any
 
 import torch
+from plain import quiet_torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
-from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -404,9 +404,7 @@ def main() -> None:
     parser.add_argument("--quantisations", nargs="*", default=list(QUANTISATIONS), help="and `none/activations=int8`")
     parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    quiet_torch()
     if options.worker:
         folder, dtype, quantisation, samples, output = options.worker
         worker(Path(folder), dtype, quantisation, int(samples), Path(output))

@@ -39,11 +39,10 @@ from typing import Any
 import torch
 from cpu import run_llama_cpp
 from local_swarm import local_swarm
-from plain import plain_model
+from plain import plain_model, quiet_torch
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.client.chunks import from_chunks, to_chunks
@@ -317,9 +316,7 @@ def main() -> None:
     options = parser.parse_args()
     if bool(options.llama_cpp) != bool(options.gguf):
         parser.error("--llama-cpp and --gguf go together")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(options.threads)
+    quiet_torch(options.threads)
     results = []
     with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
         for name in options.models:

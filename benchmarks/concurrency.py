@@ -39,10 +39,10 @@ from typing import Any
 import torch
 import trio
 from local_swarm import ServerProcess
+from plain import quiet_torch
 from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.client.chunks import to_chunks
@@ -337,9 +337,7 @@ def main() -> None:
     if options.client:
         clients(*options.client)
         return
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    quiet_torch()
     with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
         found = run(options, Path(scratch))
     if options.json:

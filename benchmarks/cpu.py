@@ -38,10 +38,9 @@ import gguf
 import numpy as np
 import perplexity
 import torch
-from plain import plain_model
+from plain import plain_model, quiet_torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
-from transformers.utils import logging
 
 from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.client_part import ClientModel, load_client
@@ -406,8 +405,7 @@ def main() -> None:
         parser.error("--llama-cpp and --gguf go together")
     if options.isa:
         os.environ[ISA_VARIABLE] = options.isa
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_torch(None)
     results = run(options)
     if options.json:
         print(json.dumps({"cpu": results}))

@@ -35,9 +35,9 @@ from typing import Any
 import torch
 import trio
 from calibration import PROCESSORS, as_processor
+from plain import quiet_torch
 from rich.console import Console
 from rich.table import Table
-from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -341,9 +341,7 @@ def main() -> None:
     parser.add_argument("--probes", type=int, default=40, help="of each fault")
     parser.add_argument("--honest", type=int, default=10_000, help="probes of honest servers")
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    quiet_torch()
     with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as name:
         scratch = Path(name)
         os.environ.setdefault("PETALNODE_CACHE", str(scratch / "cache"))

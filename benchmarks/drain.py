@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from chain import h512
 from local_swarm import local_swarm
-from plain import plain_model
+from plain import plain_model, quiet_torch
 from rich.console import Console
 from rich.table import Table
-from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
 
@@ -87,9 +86,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="only servers that end in ways whose names begin with this")
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    quiet_torch()
     results = {}
     with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
         folder = h512(Path(scratch) / "h512")

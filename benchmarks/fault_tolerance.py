@@ -37,9 +37,9 @@ from typing import Any
 import torch
 from chain import h512, spans_of
 from local_swarm import local_swarm
+from plain import quiet_torch
 from rich.console import Console
 from rich.table import Table
-from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.protocols import wire_pb2 as wire
@@ -270,9 +270,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    quiet_torch()
     with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
         folder = h512(Path(scratch) / "h512")
         figures = run(folder, options.tokens, options.rates, options.algorithms, options.seed)

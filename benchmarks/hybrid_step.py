@@ -20,8 +20,8 @@ from typing import Any, Final
 from unittest.mock import patch
 
 import torch
+from plain import quiet_torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging
 
 from petalnode.node.blocks import span as blocks
 from petalnode.node.blocks.quantisation.matrix import QuantisedLinear
@@ -80,9 +80,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=6)
     parser.add_argument("--torch", action="store_true", help="which computes convolutions and delta rules, too")
     asked = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    quiet_torch()
     torch.manual_seed(0)
     if asked.torch:
         patch.object(blocks, "use_recurrent_kernels", lambda *_: None).start()

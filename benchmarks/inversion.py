@@ -39,10 +39,10 @@ from unittest.mock import patch
 
 import torch
 from perplexity import wikipedia, windows
+from plain import quiet_torch
 from rich.console import Console
 from rich.table import Table
 from torch.nn import functional
-from transformers.utils import logging
 
 from petalnode.node.blocks.client_part import ClientModel, load_client
 from petalnode.node.blocks.span import BlockSpan, load_span
@@ -311,9 +311,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a text file")
     parser.add_argument("--pictures", type=int, nargs="+", metavar="VALUES", help="of each of their tokens")
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    quiet_torch()
     torch.manual_seed(0)
     if options.pictures:
         pictures_main(options)

@@ -48,13 +48,12 @@ from typing import Any
 import torch
 from chain import h512
 from delay_bridge import delay_network
-from plain import plain_model
+from plain import plain_model, quiet_torch
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, DynamicCache
-from transformers.utils import logging
 from wan import ClientProcess, servers_of
 
 from petalnode import AutoDistributedModelForCausalLM
@@ -112,9 +111,7 @@ BASELINES = {
 
 def client(folder: str, addr: str, steps: int) -> None:
     """The process of a client: runs the measurement of each line that it reads, as soon as another line comes."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    quiet_torch()
     with AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=[addr]) as model, torch.no_grad():
         for line in sys.stdin:
             wanted = json.loads(line)
@@ -327,9 +324,7 @@ def main() -> None:
     if options.client:
         client(*options.client, options.tokens)
         return
-    torch.set_num_threads(1)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_torch()
     results: list[dict[str, Any]] = []
 
     def add(row: dict[str, Any]) -> None:

@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plain import quiet_torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
-from transformers.utils import logging
 
 from petalnode.node.blocks.client_part import ClientModel, load_client
 from petalnode.node.blocks.span import BlockSpan, load_span
@@ -165,9 +165,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--text", type=Path, help="a text file")
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    quiet_torch()
     model = resolve(options.model, need="all")
     text = options.text.read_text(encoding="utf-8") if options.text else wikipedia()
     texts = windows(model.path, text, options.tokens, options.window)

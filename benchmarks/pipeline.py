@@ -42,10 +42,10 @@ import torch
 from api import api
 from chain import spans_of
 from local_swarm import ServerProcess
+from plain import quiet_torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
-from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.client.api import row_groups
@@ -230,9 +230,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    quiet_torch()
     if options.requests:
         show_requests(requests(options), options.json)
         return

@@ -1,4 +1,5 @@
-"""Plain transformers over a model folder, to compare with; the weights of a GGUF file are opened to float32."""
+"""Plain transformers for benchmarks: without its messages, and over a model folder, to compare with. The weights of a
+GGUF file are opened to float32."""
 
 from __future__ import annotations
 
@@ -7,10 +8,19 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
+from transformers.utils import logging
 
 from petalnode.node.blocks.architecture import open_skeleton
 from petalnode.node.blocks.skeleton import fill
 from petalnode.node.models import Checkpoint
+
+
+def quiet_torch(threads: int | None = 1) -> None:
+    """transformers says nothing, and torch computes with so many threads; None leaves them."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 def plain_model(folder: Path | str, dtype: str = "auto") -> Any:

@@ -31,10 +31,10 @@ import torch
 from chain import h512, spans_of
 from delay_bridge import delay_network
 from local_swarm import ServerProcess
+from plain import quiet_torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
-from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.models import resolve
@@ -51,9 +51,7 @@ CORRECTED = 36  # seconds of steps, after which servers have announced what they
 
 def client(folder: str, addr: str, tokens: int, rounds: int) -> None:
     """The client's process: prints a prediction and the steps of every mode."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    quiet_torch()
     torch.manual_seed(1)
     with AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=[addr]) as model:
         hidden = model._local.embed(torch.randint(5, 2000, (1, PROMPT_TOKENS)))

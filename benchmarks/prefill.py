@@ -35,10 +35,10 @@ from typing import Any
 
 import torch
 from delay_bridge import delay_network
+from plain import quiet_torch
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging
 from wan import ClientProcess, servers_of
 
 from petalnode import AutoDistributedModelForCausalLM
@@ -87,9 +87,7 @@ def client(folder: str, addr: str, tokens: int) -> None:
     from petalnode.node.client.session.session import ClientSession
     from petalnode.node.client.session.stream import SessionStream
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    quiet_torch()
     torch.manual_seed(1)
     prompt = torch.randint(5, 2000, (1, tokens))
     computing: Counter[str] = Counter()

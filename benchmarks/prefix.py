@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from local_swarm import local_swarm
+from plain import quiet_torch
 from rich.console import Console
 from rich.table import Table
-from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.client.core import SwarmClient
@@ -107,9 +107,7 @@ def main() -> None:
     parser.add_argument("--rest", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    quiet_torch()
     results = []
     for servers in options.servers:
         print(f"{options.model} on {servers} servers ...", file=sys.stderr)

@@ -21,9 +21,9 @@ from typing import Any
 import psutil
 import torch
 from local_swarm import local_swarm
+from plain import quiet_torch
 from rich.console import Console
 from rich.table import Table
-from transformers.utils import logging
 
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.models import resolve
@@ -98,9 +98,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    quiet_torch()
     folder = resolve(options.model, need="all").path
     with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as cache:
         os.environ["PETALNODE_CACHE"] = cache  # so that there is a first start

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from chain import spans_of
 from local_swarm import ServerProcess, local_swarm
-from plain import plain_model
+from plain import plain_model, quiet_torch
 from rich.console import Console
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.models import resolve
@@ -115,8 +114,7 @@ def main() -> None:
     parser.add_argument("--servers", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--kernels", choices=("auto", "native", "torch"), default="auto")
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_torch(None)
     with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
         found = run(options, Path(scratch))
     if options.json:

@@ -34,11 +34,11 @@ import torch
 from chain import h512, spans_of
 from local_swarm import local_swarm
 from perplexity import wikipedia
+from plain import quiet_torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
-from transformers.utils import logging
 
 from petalnode import (
     AutoDistributedModelForCausalLM,
@@ -209,8 +209,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["deep", "lora"], choices=("deep", "lora"))
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_torch(None)
     torch.manual_seed(0)
     if options.codecs:
         results = compare_losses(options)

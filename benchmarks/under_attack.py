@@ -39,10 +39,9 @@ from typing import Any, Final
 from urllib.request import urlopen
 
 import torch
-from plain import plain_model
+from plain import plain_model, quiet_torch
 from rich.console import Console
 from rich.table import Table
-from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -387,6 +386,5 @@ def command(
 
 
 if __name__ == "__main__":
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_torch(None)
     command("under_attack", __doc__, list(ATTACKS), 30.0, run, show)

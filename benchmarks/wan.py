@@ -30,9 +30,9 @@ import torch
 from chain import h512, spans_of
 from delay_bridge import DelayNetwork, delay_network
 from local_swarm import ServerProcess
+from plain import quiet_torch
 from rich.console import Console
 from rich.table import Table
-from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
 
@@ -75,9 +75,7 @@ class _Steps:
 
 def client(folder: str, addr: str, tokens: int) -> None:
     """The process on the client's host: does a round for every mode it reads, and prints how it went."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    quiet_torch()
     torch.manual_seed(1)
     prompt = torch.randint(5, 2000, (1, PROMPT_TOKENS))
     begun = time.perf_counter()

@@ -31,11 +31,11 @@ from typing import Any
 import torch
 from chain import h512
 from delay_bridge import delay_network
+from plain import quiet_torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionConfig, Qwen3VLVisionModel
-from transformers.utils import logging
 from wan import ClientProcess, servers_of
 
 from petalnode import AutoDistributedModelForCausalLM
@@ -95,9 +95,7 @@ def pictures(sides: tuple[int, ...] = (256, 512), hidden: int = 4096) -> list[di
 
 def client(folder: str, addr: str) -> None:
     """The process on the client's host: opens a model with the codec of each line it reads, and runs a session."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    quiet_torch()
     for line in sys.stdin:
         wanted = json.loads(line)
         with AutoDistributedModelForCausalLM.from_pretrained(
