@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from petalnode.node.blocks.quantisation.matrix import bitsandbytes
 from tests.tiny_models import load_whole
 
+bitsandbytes()  # peft imports it as well, and torch's compiler with it: two seconds
+peft: Any = importlib.import_module("peft")
 TARGETS = {
     "llama": ["q_proj", "v_proj", "down_proj"],
     "gpt2": ["c_attn", "mlp.c_proj"],
@@ -22,12 +26,12 @@ TARGETS = {
 
 def save_lora(model: Path, folder: Path, targets: list[str] | str, seed: int = 0, **options: Any) -> Path:
     """A LoRA adapter of rank 4 for the model in `model`, with random weights, saved by peft in `folder`."""
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": targets, "task_type": "CAUSAL_LM", **options})
+    config = peft.LoraConfig(
+        **{"r": 4, "lora_alpha": 6, "target_modules": targets, "task_type": "CAUSAL_LM", **options}
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of fan_in_fan_out
-        tuned = get_peft_model(load_whole(model), config)
+        tuned = peft.get_peft_model(load_whole(model), config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in tuned.named_parameters():
@@ -39,10 +43,8 @@ def save_lora(model: Path, folder: Path, targets: list[str] | str, seed: int = 0
 
 def save_prompt(model: Path, folder: Path, tokens: int = 5, seed: int = 0) -> Path:
     """A soft prompt for the model in `model`, with random embeddings, saved by peft in `folder`."""
-    from peft import PromptTuningConfig, get_peft_model
-
-    config = PromptTuningConfig(num_virtual_tokens=tokens, task_type="CAUSAL_LM")
-    tuned = get_peft_model(load_whole(model), config)
+    config = peft.PromptTuningConfig(num_virtual_tokens=tokens, task_type="CAUSAL_LM")
+    tuned = peft.get_peft_model(load_whole(model), config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in tuned.prompt_encoder.parameters():
@@ -53,6 +55,4 @@ def save_prompt(model: Path, folder: Path, tokens: int = 5, seed: int = 0) -> Pa
 
 def load_with(model: Path, adapter: Path) -> Any:
     """The whole model in plain transformers, changed by plain peft."""
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(load_whole(model), str(adapter)).eval()
+    return peft.PeftModel.from_pretrained(load_whole(model), str(adapter)).eval()

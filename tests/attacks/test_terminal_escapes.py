@@ -120,8 +120,8 @@ def as_markdown(text: str) -> str:
     with at_terminal("xterm") as terminal:
         answer = answer_on(Output(False))
         assert isinstance(answer, MarkdownAnswer)
-        for letter in text:
-            answer.write(letter)
+        for piece in re.findall("&#[0-9]+;|.", text, re.DOTALL):
+            answer.write(piece)
             answer.refresh()
         answer.finish()
     return _OWN.sub("", terminal.getvalue())

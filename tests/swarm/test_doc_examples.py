@@ -28,7 +28,7 @@ from petalnode.crypto.identity import held_identity
 from petalnode.node.cli import app as command_line
 from tests.doc_pages import PAGES, name_of
 from tests.import_graph import ROOT
-from tests.peft_adapters import save_lora
+from tests.peft_adapters import peft, save_lora
 from tests.swarm.certificates import certificate
 from tests.swarm.processes import Node, Nodes, environment
 
@@ -362,7 +362,6 @@ PROGRAMS = [page for page in PAGES if any(block.language == "python" for block i
 def test_programs_run(page: Path, place: Place) -> None:
     """With what the text around them says is there."""
     import torch
-    from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     from petalnode import LoraTuning
@@ -371,7 +370,7 @@ def test_programs_run(page: Path, place: Place) -> None:
     (place.folder / "poems-lora").symlink_to("my-adapter")
     names: dict[str, Any] = {
         "torch": torch,
-        "PeftModel": PeftModel,
+        "PeftModel": peft.PeftModel,
         "AutoModelForCausalLM": AutoModelForCausalLM,
         "LoraTuning": LoraTuning,
         "folder": MODEL,

@@ -14,14 +14,16 @@ from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM,
 from petalnode.node.models.folder import open_folder
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm
 from tests.greedy import generate, prompt
+from tests.inspection import cut_into
 from tests.swarm.deep_drafts import LOOKUP, Few
 from tests.swarm.fleet import heard_of
 from tests.tiny_models import CROSSING, CUTS, HYBRIDS, WHOLE, save_tiny
 
 Model = DistributedModelForCausalLM
 TOLERANCE = 2e-4
-LONG = 300
-"""Tokens of a prompt that servers compute in several pieces."""
+LONG, LONG_ROWS = 264, 140
+"""Tokens of a prompt, of one row or of three, that servers compute in several pieces."""
+BEAMS = {"num_beams": 3}
 
 
 @pytest.fixture(scope="module", params=[*HYBRIDS, *WHOLE, *CROSSING])
@@ -37,9 +39,10 @@ def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serving(swarm: MemorySwarm, folder: Path, kind: str) -> list[MemoryServer]:
-    """The first by the compiled kernels, where these are there, the others by torch."""
+    """The first by the compiled kernels, where these are there, the others by torch. They are slow: prompts travel
+    whole."""
     cuts = zip(CUTS.get(kind, ("0:2", "2:6")), ("auto", "torch", "torch"), strict=False)
-    return [swarm.start(folder, str(blocks), kernels=kernels) for blocks, kernels in cuts]
+    return [swarm.start(folder, str(blocks), kernels=kernels, throughput=20.0) for blocks, kernels in cuts]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +57,7 @@ def model(swarm: MemorySwarm, servers: list[MemoryServer], folder: Path) -> Iter
         yield opened
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-@pytest.mark.parametrize("length", [1, 7, LONG])
+@pytest.mark.parametrize(("length", "options"), [(1, {}), (7, {}), (LONG, {}), (7, BEAMS), (LONG_ROWS, BEAMS)])
 def test_the_same_tokens_come(length: int, options: dict[str, Any], model: Model, whole: Any) -> None:
     ids = prompt(1, length)
     # In transformers, beams that change places leave the states of these where they are.
@@ -63,11 +65,13 @@ def test_the_same_tokens_come(length: int, options: dict[str, Any], model: Model
     assert torch.equal(generate(model, ids, **options), generate(whole, ids, **options, **cached))
 
 
-@pytest.mark.parametrize("length", [12, LONG])
-def test_a_padded_batch_says_the_same(length: int, model: Model, whole: Any) -> None:
+@pytest.mark.parametrize(("length", "parts"), [(12, 1), (12, 3), (LONG_ROWS, 1)])
+def test_a_padded_batch_says_the_same(length: int, parts: int, model: Model, whole: Any) -> None:
+    """In one session, and in one for each row."""
     ids = prompt(3, length)
     mask = (torch.arange(length) >= torch.tensor([0, 5, length - 4])[:, None]).long()
-    assert torch.equal(generate(model, ids, attention_mask=mask), generate(whole, ids, attention_mask=mask))
+    with cut_into(model, parts):
+        assert torch.equal(generate(model, ids, attention_mask=mask), generate(whole, ids, attention_mask=mask))
 
 
 def test_a_step_is_rolled_back(model: Model, folder: Path) -> None:

@@ -36,7 +36,8 @@ def swarm() -> Iterator[MemorySwarm]:
 
 
 def serve(swarm: MemorySwarm, folder: Path) -> list[MemoryServer]:
-    started = [swarm.start(folder, blocks) for blocks in ("0:2", "2:6")]
+    # They are slow: prompts travel whole.
+    started = [swarm.start(folder, blocks, throughput=20.0) for blocks in ("0:2", "2:6")]
     assert all(server.ready for server in started)
     return started
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
@@ -32,6 +31,7 @@ from petalnode.node.tuning.recipe import Evaluated, MethodOptions, Recipe, StepD
 from petalnode.node.tuning.rows import TokenRow
 from petalnode.node.tuning.trainer import Training
 from petalnode.node.tuning.tuned import Tuned
+from tests.peft_adapters import peft
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import Nodes, Running, petalnode
 from tests.swarm.server_pool import server_pool
@@ -92,7 +92,7 @@ def test_peft_and_the_swarm_load_what_was_tuned(method: Method, shared_swarm: Sh
         if method == "deep-prompt":
             assert not list(tmp_path.glob("adapter*"))
             return
-    plain = PeftModel.from_pretrained(load_whole(shared_swarm.folder), str(tmp_path)).eval()
+    plain = peft.PeftModel.from_pretrained(load_whole(shared_swarm.folder), str(tmp_path)).eval()
     seen = mask.bool()
     got = logits(plain, mask)[:, -12:]
     torch.testing.assert_close(got[seen], expected[:, -12:][seen], rtol=1e-4, atol=1e-4)
@@ -123,19 +123,21 @@ def test_a_classifier_keeps_its_head(method: Method, shared_swarm: SharedSwarm, 
         load_adapter(language, tmp_path)
     if method != "deep-prompt":
         whole = AutoModelForSequenceClassification.from_pretrained(shared_swarm.folder, num_labels=4)
-        plain = PeftModel.from_pretrained(whole, str(tmp_path)).eval()
+        plain = peft.PeftModel.from_pretrained(whole, str(tmp_path)).eval()
         torch.testing.assert_close(logits(plain, mask), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_adapters_of_peft_are_loaded(shared_swarm: SharedSwarm, tmp_path: Path) -> None:
     mask = torch.ones(3, 12, dtype=torch.long)
     configs: list[Any] = [
-        LoraConfig(r=3, target_modules=["down_proj", "k_proj"], layers_to_transform=[0, 4], init_lora_weights=False),
-        PromptTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM"),
+        peft.LoraConfig(
+            r=3, target_modules=["down_proj", "k_proj"], layers_to_transform=[0, 4], init_lora_weights=False
+        ),
+        peft.PromptTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM"),
     ]
     with opened(shared_swarm) as model:
         for number, config in enumerate(configs):
-            plain = get_peft_model(load_whole(shared_swarm.folder), config).eval()
+            plain = peft.get_peft_model(load_whole(shared_swarm.folder), config).eval()
             plain.save_pretrained(tmp_path / str(number))
             got = logits(load_adapter(model, tmp_path / str(number)), mask)
             torch.testing.assert_close(got, logits(plain, mask), rtol=1e-4, atol=1e-4)

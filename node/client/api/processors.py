@@ -62,7 +62,9 @@ class Prepared:
         mask, positions = self.arguments.get("attention_mask"), self.arguments.get("position_ids")
         arguments, hidden = {**self.arguments, "past_key_values": cache}, 0
         if mask is not None:
-            hidden = int((mask[rows] != 0).any(0).long().argmax())
+            # The windows that DeepSeek V4 compresses begin with the padding, and RecurrentGemma's states take it in.
+            if self.model.config.model_type not in ("deepseek_v4", "recurrent_gemma"):
+                hidden = int((mask[rows] != 0).any(0).long().argmax())
             arguments["attention_mask"] = mask[rows, hidden:]
         if positions is not None:
             arguments["position_ids"] = positions[rows if len(positions) > 1 else slice(None), hidden:]
