@@ -154,8 +154,11 @@ async def test_an_endless_sender_costs_itself_one_stream(tmp_path: Path) -> None
                 nursery.start_soon(flood)
                 await until_true(lambda: limits_of(host).unread > 250_000)
                 beside = await moved(other, "/echo", 1 << 20)
-                same = await moved(endless, "/echo", 1 << 16)
-            assert (beside["back"], same["back"]) == (1 << 20, 1 << 16)
+                for _ in range(20):  # js-libp2p gives up a new stream that waits for what it had sent on the other one
+                    same = await moved(endless, "/echo", 1 << 16)
+                    if same["failed"] is None:
+                        break
+            assert (beside["back"], same["back"]) == (1 << 20, 1 << 16), same["failed"]
             assert ended[0]["failed"] is not None and ended[0]["sent"] < 16 << 20
             assert limits_of(host).unread == 0
 

@@ -11,7 +11,18 @@ const LONG = 600_000 // milliseconds
 const PIECE = 1 << 16
 const say = object => console.log(JSON.stringify(object))
 const node = await createLibp2p({ transports: [webRTCDirect()], connectionGater: { denyDialMultiaddr: () => false } })
-const connection = await node.dial(multiaddr(process.argv[2]), { signal: AbortSignal.timeout(LONG) })
+const connection = await dialed(20)
+
+// js-libp2p gives up by deadlines of its own, whatever the signal says: a busy machine needs more than one try.
+async function dialed (tries) {
+  try {
+    return await node.dial(multiaddr(process.argv[2]), { signal: AbortSignal.timeout(LONG) })
+  } catch (error) {
+    if (tries === 1) throw error
+    return await dialed(tries - 1)
+  }
+}
+
 say({ event: 'ready', peer_id: node.peerId.toString(), addrs: [] })
 
 async function move ({ protocol, size }) {

@@ -393,7 +393,7 @@ class WebRtcConnection:
 
     @property
     def is_stuffed(self) -> bool:
-        return bool(self._out) or self._association.unacknowledged is not None
+        return bool(self._out or self._inbox) or self._association.unacknowledged is not None
 
     async def flush(self, limit: float) -> None:
         with trio.move_on_after(limit):
