@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import AutoModelForImageTextToText
 
 from tests.swarm.tokenizer import save_tokenizer
-from tests.sweep.configs import fill, tiny_config
+from tests.sweep.configs import VOCABULARY, fill, tiny_config
 
 SIDE = 28  # pixels, of pictures of a fixed size
 GRID = (4, 6)  # patches, of the others: six tokens
@@ -112,7 +112,7 @@ FAMILIES: dict[str, Family] = {
             "head_dim": 16,
             "pooling_kernel_size": 2,
             "patch_size": 14,
-            "position_embedding_size": 16,
+            "position_embedding_size": 32,
         },
         text={"use_bidirectional_attention": "vision", "tie_word_embeddings": False},
         outer={"tie_word_embeddings": False, "audio_token_id": 0, "video_token_id": 0},  # transformers pads these
@@ -179,31 +179,172 @@ def seen(whole: Any, kind: str, texts: Sequence[tuple[int, int]] = ((5, 3),), se
     return given
 
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'][0] }}:{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for p in m['content'] %}{% if p['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}a:"
-)
+@dataclass(frozen=True)
+class Processor:
+    """What a family's processor is made of.
+
+    Attributes:
+        kind: class of transformers for the pictures.
+        fields: of `preprocessor_config.json`.
+        tokens: by the names of their ids in the model's configuration, as far as it has them.
+        shown: what the chat template writes for a picture.
+        named: tokens by the names that the tokenizer has for them.
+        outer: fields of `processor_config.json`.
+        needs: a package that transformers wants for it, which is not a part of petalnode.
+    """
+
+    kind: str
+    fields: dict[str, Any]
+    tokens: dict[str, str]
+    shown: str
+    named: dict[str, str] = field(default_factory=dict)
+    outer: dict[str, Any] = field(default_factory=dict)
+    needs: str = ""
 
 
-def save_processor(folder: Path) -> None:
-    """Writes tokenizer, chat template and image processor of a tiny Qwen2-VL beside it."""
-    save_tokenizer(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    fill_up = [f"<|unused{place}|>" for place in range(len(tokenizer), 296)]
-    named = ["<|vision_end|>", "<|vision_start|>", "<|video_pad|>", "<|image_pad|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": [*fill_up, *named]})
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    described = {
-        "image_processor_type": "Qwen2VLImageProcessor",
+_QWEN = Processor(
+    "Qwen2VLImageProcessor",
+    {
         "patch_size": 14,
         "merge_size": 2,
         "temporal_patch_size": 2,
         "min_pixels": SIDE * SIDE,
         "max_pixels": 6 * SIDE * SIDE,
-    }
+    },
+    {
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+        "video_token_id": "<|video_pad|>",
+        "image_token_id": "<|image_pad|>",
+    },
+    "<|vision_start|><|image_pad|><|vision_end|>",
+)
+_FIXED = {"height": SIDE, "width": SIDE}
+_GEMMA = {"image_token": "<image_soft>", "boi_token": "<image>", "eoi_token": "</image>"}
+_SOUNDS = {"audio_token": "<audio_soft>", "boa_token": "<audio>", "eoa_token": "</audio>"}
+_IMAGE_START, _IMAGE_END = "<|image_start|>", "<|image_end|>"
+PROCESSORS: dict[str, Processor] = {
+    "qwen2_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_5": _QWEN,
+    "glm4v": Processor(
+        "Glm4vImageProcessor",
+        {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 2 * SIDE**2, "longest_edge": 12 * SIDE**2}},
+        {
+            "image_token_id": "<|image|>",
+            "video_token_id": "<|video|>",
+            "image_start_token_id": "<|begin_of_image|>",
+            "image_end_token_id": "<|end_of_image|>",
+            "video_start_token_id": "<|begin_of_video|>",
+            "video_end_token_id": "<|end_of_video|>",
+        },
+        "<|begin_of_image|><|image|><|end_of_image|>",
+    ),
+    "gemma3": Processor(
+        "Gemma3ImageProcessor",
+        {"size": _FIXED},
+        {"image_token_id": "<image_soft>", "boi_token_index": "<image>", "eoi_token_index": "</image>"},
+        "<image>",
+        _GEMMA,
+        {"image_seq_length": 16},
+    ),
+    "gemma4": Processor(
+        "Gemma4ImageProcessor",
+        {"patch_size": 14, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+        {"image_token_id": "<image_soft>", "boi_token_id": "<image>", "eoi_token_id": "</image>"},
+        "<image_soft>",
+        _GEMMA | _SOUNDS,
+    ),
+    "mistral3": Processor(
+        "PixtralImageProcessor",
+        {"patch_size": {"height": 7, "width": 7}, "size": {"longest_edge": SIDE}},
+        {"image_token_id": "[IMG]"},
+        "[IMG]",
+        {"break": "[IMG_BREAK]", "end": "[IMG_END]"},
+        {"patch_size": 7, "spatial_merge_size": 2},
+        needs="torchvision",
+    ),
+    "llama4": Processor(
+        "Llama4ImageProcessor",
+        {"size": _FIXED, "max_patches": 4, "resize_to_max_canvas": False},
+        {"image_token_id": "<|patch|>", "boi_token_index": _IMAGE_START, "eoi_token_index": _IMAGE_END},
+        "<|image|>",
+        {"image": "<|image|>", "x": "<|tile_x_separator|>", "y": "<|tile_y_separator|>"},
+        {"patch_size": 14},
+        needs="torchvision",
+    ),
+    "lfm2_vl": Processor(
+        "Lfm2VlImageProcessor",
+        {
+            "tile_size": SIDE,
+            "encoder_patch_size": 14,
+            "downsample_factor": 2,
+            "do_image_splitting": False,
+            "min_image_tokens": 1,
+            "max_image_tokens": 6,
+            "max_num_patches": 24,
+        },
+        {"image_token_id": "<image>"},
+        "<image>",
+        {"image_start_token": _IMAGE_START, "image_end_token": _IMAGE_END, "image_thumbnail": "<|img_thumbnail|>"},
+        needs="torchvision",
+    ),
+    "internvl": Processor(
+        "GotOcr2ImageProcessor",
+        {"size": _FIXED},
+        {"image_token_id": "<IMG_CONTEXT>"},
+        "<IMG_CONTEXT>",
+        {
+            "context_image_token": "<IMG_CONTEXT>",
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "video_token": "<video>",
+        },
+        {"image_seq_length": 1},
+    ),
+    "smolvlm": Processor(
+        "SmolVLMImageProcessor",
+        {"size": {"longest_edge": SIDE}, "max_image_size": {"longest_edge": SIDE}, "do_image_splitting": False},
+        {"image_token_id": "<image>"},
+        "<image>",
+        {
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>",
+            "end_of_utterance_token": "<end_of_utterance>",
+        },
+        {"image_seq_len": 1},
+        needs="num2words",
+    ),
+}
+"""Of every family that chats show pictures to in the tests."""
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for p in m['content'] %}{% if p['type'] == 'image' %}SHOWN"
+    "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}a:"
+)
+
+
+def save_processor(folder: Path, kind: str = "qwen2_vl") -> None:
+    """Writes tokenizer, chat template and image processor beside a tiny model of this family, or any other."""
+    processor, config = PROCESSORS[kind], AutoConfig.from_pretrained(folder)
+    save_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    first = len(tokenizer)
+    places = {getattr(config, name, -1): token for name, token in processor.tokens.items()}
+    places = {place: token for place, token in places.items() if place >= first}
+    tokens = dict.fromkeys((*processor.tokens.values(), *processor.named.values()))
+    others = iter([token for token in tokens if token not in places.values()])
+    texts = [places.get(place) or next(others, f"<|unused{place}|>") for place in range(first, VOCABULARY)]
+    tokenizer.add_special_tokens({"additional_special_tokens": texts})
+    tokenizer.chat_template = TEMPLATE.replace("SHOWN", processor.shown)
+    tokenizer.save_pretrained(folder)
+    written = json.loads((folder / "tokenizer_config.json").read_text())
+    written |= {"extra_special_tokens": processor.named, "model_input_names": ["input_ids", "attention_mask"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(written))
+    described = {"image_processor_type": processor.kind, **processor.fields}
     (folder / "preprocessor_config.json").write_text(json.dumps(described))
+    if processor.outer:
+        (folder / "processor_config.json").write_text(json.dumps(processor.outer))
 
 
 def png(width: int = 2 * SIDE, height: int = SIDE, colour: int = 0x3060C0) -> bytes:

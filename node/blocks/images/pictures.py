@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import BadInput, MachineError, ModelError, reason_of
@@ -165,11 +166,13 @@ class PictureReader:
     """
 
     def __init__(self, folder: Path, tokenizer: Any) -> None:
+        from transformers.models.auto.configuration_auto import AutoConfig
+
         self._processor = _processor(folder, tokenizer)
-        token = getattr(self._processor, "image_token_id", None)
-        if token is None:
-            token = tokenizer.convert_tokens_to_ids(str(getattr(self._processor, "image_token", "<image>")))
-        self._token = int(token)
+        # That of a processor may be another one, which stands once for a whole picture.
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        token = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+        self._token = int(_placeholder(self._processor, tokenizer) if token is None else token)
 
     def read(self, messages: Sequence[dict[str, Any]]) -> PictureTokens:
         """The prompt for the next answer to messages whose contents are lists of parts, of "text" or "image".
@@ -207,25 +210,52 @@ def _part(part: dict[str, Any]) -> dict[str, Any]:
     return {"type": "image", "image": picture.pixels()} if isinstance(picture, Picture) else part
 
 
+def _placeholder(processor: Any, tokenizer: Any) -> Any:
+    """The token of pictures, as a processor has it."""
+    name = str(getattr(processor, "image_token", "<image>"))
+    return getattr(processor, "image_token_id", None) or tokenizer.convert_tokens_to_ids(name)
+
+
 def _processor(folder: Path, tokenizer: Any) -> Any:
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES as NAMES
-    from transformers.models.auto.processing_auto import AutoProcessor, processor_class_from_name
+    from transformers.models.auto.processing_auto import AutoProcessor
 
     try:
         found = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except ImportError:  # of what takes videos, which needs torchvision
-        try:
-            made = processor_class_from_name(NAMES[str(read_config(folder)["model_type"])])
-            pictures = AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            alone = type(made.__name__, (made,), {"check_argument_for_proper_class": lambda *_: None})
-            found = alone(image_processor=pictures, tokenizer=tokenizer, video_processor=None)
-        except Exception as error:
-            raise ModelError(f"{folder} has no processor of pictures that works here: {reason_of(error)}") from error
     except Exception as error:
-        raise ModelError(f"{folder} has no processor of pictures: {reason_of(error)}") from error
+        if "torchvision" not in str(error).lower():
+            raise ModelError(f"{folder} has no processor of pictures: {_reason(error)}") from error
+        found = _for_pictures_alone(folder, tokenizer)
     if not hasattr(found, "image_processor"):
         raise ModelError(f"{folder} has a tokenizer and no processor of pictures: the model takes text only")
     if not found.chat_template:
         found.chat_template = tokenizer.chat_template
     return found
+
+
+def _for_pictures_alone(folder: Path, tokenizer: Any) -> Any:
+    """The processor without what takes videos, which needs torchvision, and sounds.
+
+    Raises:
+        ModelError: what takes pictures needs something that is not here, too.
+    """
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES as NAMES
+    from transformers.models.auto.processing_auto import processor_class_from_name
+
+    try:
+        made: Any = processor_class_from_name(NAMES[str(read_config(folder)["model_type"])])
+        pictures = AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        parts = {"image_processor": pictures, "tokenizer": tokenizer}
+        alone: Any = type(made.__name__, (made,), {"check_argument_for_proper_class": lambda *_: None})
+        stated, _ = made.get_processor_dict(folder, local_files_only=True)
+        found = alone.from_args_and_dict([parts.get(name) for name in made.get_attributes()], stated)
+        if getattr(found, "video_processor", parts) is None:  # SmolVLM wants two numbers of it without videos, too
+            found.video_processor = SimpleNamespace(num_frames=None, fps=None, model_input_names=[])
+        return found
+    except Exception as error:  # processors break in their own ways
+        raise ModelError(f"{folder} has no processor of pictures that works here: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    missing = next((name for name in ("torchvision", "num2words") if name in str(error).lower()), None)
+    return reason_of(error) if missing is None else f"transformers needs {missing} for it (pip install {missing})"
