@@ -239,6 +239,19 @@ _MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_group
 _HYBRID_SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", {**_HEAD_DIM, **_DELTA}),
     "qwen3_next": ("qwen3_next", {**_HEAD_DIM, **_DELTA, **_EXPERTS}),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "layer_types": _DELTA["layer_types"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 16,
+            "num_local_experts": 4,
+        },
+    ),
+    "olmo_hybrid": ("olmo_hybrid", {**_LLAMA_LIKE, **_DELTA, "linear_num_key_heads": 4, "linear_value_head_dim": 32}),
     "lfm2": ("lfm2", {**_LLAMA_LIKE, "layer_types": ["conv", "conv", "full_attention"] * (NUM_BLOCKS // 3)}),
     "falcon_h1": ("falcon_h1", {**_HEAD_DIM, **_MAMBA, "mamba_d_ssm": 128, "mamba_chunk_size": 8}),
     "granitemoehybrid": (

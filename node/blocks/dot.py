@@ -65,7 +65,7 @@ def use_dots(modules: Iterable[nn.Module]) -> None:
     for root in modules:
         for parent in root.modules():
             for name, child in parent.named_children():
-                if type(child) is nn.Linear and _fits(child.weight):
+                if type(child) is nn.Linear and is_large(child.weight):
                     places[tuple(child.weight.shape)].append((parent, name, child))
     for same_shape in places.values():
         max_rows = _quicker_up_to([child.weight.detach() for _, _, child in same_shape])
@@ -74,7 +74,8 @@ def use_dots(modules: Iterable[nn.Module]) -> None:
                 setattr(parent, name, DotLinear(child, max_rows))
 
 
-def _fits(weight: torch.Tensor) -> bool:
+def is_large(weight: torch.Tensor) -> bool:
+    """Whether float32 weights of a CPU are worth a measurement of who multiplies them."""
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.float32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from .caches.ragged import RaggedView
 from .caches.states import STATE_CHUNK, STATE_TOKENS
 from .config import choose_device, deepstack
 from .dot import use_dots
-from .kernels.choice import Known, agrees_with_single_steps, find_step, native_kernels
+from .kernels.choice import Known, agrees_with_single_steps, find_step, native_kernels, use_products
 from .kernels.packing import Packer, tiled_kinds
 from .kernels.recurrent import use_recurrent_kernels
 from .kernels.step import SpanStep
@@ -48,7 +47,6 @@ from .stack import BlockStack
 PREFILL_CHUNK: Final = 256
 """Tokens (rows times positions) of a prefill that are computed at once; a recomputation splits it likewise."""
 
-_log = logging.getLogger(__name__)
 _UNBOUNDED_POSITIONS = 1 << 20  # architectures without a table or rotary range (alibi): a bound for sanity only
 
 
@@ -142,7 +140,7 @@ class BlockSpan:
     def kernels(self) -> str:
         """What computes a few rows: native (for some matrices at least) or torch."""
         modules = (module for block in self.stack.blocks for module in block.modules())
-        tiled = any(isinstance(one, QuantisedLinear) and isinstance(one.matrix, TiledMatrix) for one in modules)
+        tiled = any(isinstance(getattr(one, "matrix", None), TiledMatrix) for one in modules)
         return "native" if tiled or self.step is not None else "torch"
 
     def make_cache(
@@ -447,4 +445,6 @@ def load(folder: Path, span: Span, how: Loading) -> BlockSpan:
     how.known.note(loaded)
     if numerics.exact and loaded.step is None:
         raise MachineError(f"{EXACT} is not defined for blocks like those of {folder.name}: leave --exact out")
+    if native is not None and loaded.step is None and not rounds:
+        use_products(blocks, always=kernels == "native")
     return loaded

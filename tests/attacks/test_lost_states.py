@@ -147,16 +147,17 @@ def test_server_that_lost_session_once_is_none_worse(
 
 
 def test_to_go_back_far_is_held_against_nobody(pool: MemoryPool, folder: Path) -> None:
-    """A hybrid's server keeps states of the last 64 tokens: what led to older ones is sent again, every time."""
+    """A hybrid's server keeps states of the last 128 tokens: what led to older ones is sent again, every time."""
     server = pool.start("0:6")
-    hidden = torch.randn(1, 200, HIDDEN, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(1, 400, HIDDEN, generator=torch.Generator().manual_seed(0))
     with opened(pool, folder) as model, torch.no_grad():
         heard_of(model, [server])
-        with model.inference_session(max_length=300) as session:
-            for _ in range(2 * ADMITTED):
-                session.position = 0 if not session.position else 5
-                for at in range(session.position, 200, 39):
-                    session.step(hidden[:, at : at + 39])
+        with model.inference_session(max_length=500) as session:
+            for number in range(2 * ADMITTED):
+                session.position = 2 * ADMITTED - number if number else 0
+                for at in range(session.position, 400, 79):
+                    session.step(hidden[:, at : at + 79])
+            assert session.recoveries == 2 * ADMITTED - 1
         trust = client_of(model).swarm.trust
         assert not trust.is_banned(server.peer_id) and trust.reputation(server.peer_id) > 0
 

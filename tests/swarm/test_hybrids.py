@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from petalnode.node.client.generation.draft_model import MOST_DRAFTED
 from petalnode.node.models.folder import open_folder
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm
 from tests.greedy import generate, prompt
@@ -92,10 +93,26 @@ def test_a_step_is_rolled_back(model: Model, folder: Path) -> None:
         assert session.recoveries == 0
 
 
+@pytest.mark.parametrize("tokens", [1 + MOST_DRAFTED, 8, 1])
+def test_longest_draft_is_undone_without_a_replay(tokens: int, model: Model, folder: Path) -> None:
+    """In one step, or in many that were under way at once."""
+    width = open_folder(folder, "tiny").boundaries.width(0)
+    hidden = torch.randn(1, 31 + MOST_DRAFTED, width, generator=torch.Generator().manual_seed(0))
+    with model.inference_session(max_length=150) as session, torch.no_grad():
+        session.step(hidden[:, :30])
+        drafted = torch.cat([session.step(part) for part in torch.split(hidden[:, 30:], tokens, dim=1)], dim=1)
+        for position in (90, 31):
+            session.position = position
+            again = session.step(hidden[:, position : position + 3])
+            right = drafted[:, position - 30 : position - 27]
+            assert (again - right).abs().max() <= TOLERANCE * right.abs().max()
+        assert session.recoveries == 0
+
+
 def test_session_goes_back_farther_than_servers_keep_states(model: Model, whole: Any, kind: str) -> None:
     """What led there is sent again."""
-    ids = prompt(1, 100)
-    with model.inference_session(max_length=150) as session:
+    ids = prompt(1, LONG)
+    with model.inference_session(max_length=350) as session:
         generate(model, ids, session=session, max_new_tokens=20)
         other = torch.cat([ids[:, :9], prompt(1, 5, seed=1)], dim=1)
         assert torch.equal(generate(model, other, session=session), generate(whole, other))

@@ -18,8 +18,9 @@ import torch
 from transformers.cache_utils import Cache
 
 STATES: Final = 4
-WINDOW: Final = 64
-"""Tokens that a session can go back at least, unless a longer step is among them: then to the start of that step."""
+WINDOW: Final = 128
+"""Tokens that a session can go back at least, unless a longer step is among them: then to the start of that step. More
+than a client drafts (`MOST_DRAFTED`), however many steps that is sent in."""
 
 SNAPSHOT: Final = 256
 """Tokens from one position to the next whose states later sessions may begin with."""

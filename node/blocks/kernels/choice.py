@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol
@@ -17,13 +18,15 @@ from ....protocols.ids import Span
 from ...errors import MachineError
 from ...models.quantisation import EXACT, Kernels, Numerics
 from ..cache import BlockCacheSpec, SpanCache
-from ..dot import best_time
+from ..dot import DotLinear, best_time, is_large
 from ..quantisation.matrix import QuantisedLinear, QuantisedMatrix
 from ..quantisation.slots import QuantisedExperts
 from ..stack import BlockStack
 from .library import NOT_HERE, Library, library, usable_threads
+from .packing import WORK, TiledLinear, quicker
 from .rotary import exact_frequencies
 from .step import SpanStep, Unsuitable
+from .tiles import LANES, MOST_ROWS, StoredMatrix
 
 _log = logging.getLogger(__name__)
 
@@ -154,6 +157,27 @@ def find_step(span: Decoder, config: Any, found: Library, known: Known, *, alway
         return step if own <= _WORTH * torchs else None
     finally:
         span.step = None
+
+
+@torch.no_grad()
+def use_products(blocks: Iterable[nn.Module], *, always: bool) -> None:
+    """Has the kernels multiply a few rows with float32 weights, of the shapes for which they are quicker than torch.
+
+    `always`: of all shapes that they take.
+    """
+    places = defaultdict(list)
+    for parent in (module for block in blocks for module in block.modules()):
+        for name, child in parent.named_children():
+            if not isinstance(child, nn.Linear) or type(child) not in (nn.Linear, DotLinear):
+                continue  # of another class, which may compute otherwise
+            if child.in_features % LANES == 0 and (always or is_large(child.weight)):
+                layer = TiledLinear(child, StoredMatrix(child.weight.detach()))
+                places[layer.matrix.shape].append((parent, name, layer))
+    steps = {rows: times for rows, times in WORK.items() if rows <= MOST_ROWS}
+    for alike in places.values():
+        if always or quicker([layer.matrix for _, _, layer in alike], steps):
+            for parent, name, layer in alike:
+                setattr(parent, name, layer)
 
 
 def sample_of(span: Decoder) -> Span:

@@ -301,7 +301,7 @@ def _by_dots(matrix: np.ndarray, values: Tensor) -> Tensor:
 class TiledLinear(nn.Linear):
     """An `nn.Linear` over the same parameters, for which the kernels take a few rows where no gradient is wanted.
 
-    Its float32 weights may be those of a mapped file, which is then not read.
+    Its float32 weights may be those of a mapped file, which is not read where `matrix` has others.
     """
 
     def __init__(self, original: nn.Linear, matrix: TiledMatrix) -> None:

@@ -2,7 +2,7 @@
 
 A tile's rows stand side by side, so that a vector of the processor takes one input of 16 rows at a time. Forms: those
 of GGUF's kinds, of whose bytes they are made without rounding (`TiledMatrix.of_stored`), and those of `--quant`: NF4
-and a scale for each row of eight bits. Weights of 16 bits are row-major (`StoredMatrix`).
+and a scale for each row of eight bits. Weights of 16 and 32 bits are row-major (`StoredMatrix`).
 Activations are float32; results are exact to rounding.
 """
 
@@ -46,7 +46,7 @@ class Form:
 
     Attributes:
         number: of `enum form`.
-        bits: of a code; 16: values as they are, row-major.
+        bits: of a code; 16 and 32: values as they are, row-major.
         block: inputs that share a scale; 0: all of a row.
         scale: dtype of scales and offsets, or of the values; int8: of scales that have a scale themselves.
         offset: whether there are offsets.
@@ -66,7 +66,7 @@ class Form:
     def kinds(self, shape: tuple[int, int]) -> dict[str, TensorKind]:
         """Dtypes and shapes of the tensors of a matrix of `shape`, by name."""
         out, into = shape
-        if self.bits == 16:
+        if self.bits >= 16:
             return {"weight": (self.scale, shape)}
         tiles = -(-out // LANES)
         codes: TensorKind = (torch.int8, (tiles, into, LANES))
@@ -105,6 +105,7 @@ FORMS: Final = {
     "int8": Form(8, 8, 0, torch.float32),
     "bf16": Form(1, 16, 0, torch.bfloat16),
     "f16": Form(2, 16, 0, torch.float16),
+    "f32": Form(0, 32, 0, torch.float32),
 }
 _WORTH_THREADS: Final = 1 << 20  # weights times rows; fewer take less time than waking a thread
 STORED: Final[Mapping[str, tuple[int, str, int, int]]] = {
@@ -133,8 +134,8 @@ def rows_of(matrix: Matrix, first: int, count: int) -> Matrix:
     part = Matrix.from_buffer_copy(matrix)
     part.out = count
     form = next((form for form in FORMS.values() if form.number == matrix.form), None)
-    if form is None:  # float32: rows, or columns one behind the other
-        part.codes = matrix.codes + 4 * first * (matrix.in_ if matrix.form == 0 else 1)
+    if form is None:  # float32, columns one behind the other
+        part.codes = matrix.codes + 4 * first
     else:
         part.codes = matrix.codes + first * matrix.in_ * form.bits // 8
     if form is not None and form.bits < 16:
@@ -234,7 +235,7 @@ class TiledMatrix(QuantisedMatrix):
         expected = FORMS[form].kinds(shape)
         if {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()} != expected:
             raise ValueError(f"no matrix of {shape} in {form}")
-        return StoredMatrix(tensors["weight"]) if FORMS[form].bits == 16 else cls(form, shape, tensors)
+        return StoredMatrix(tensors["weight"]) if FORMS[form].bits >= 16 else cls(form, shape, tensors)
 
     def first(self, rows: int) -> TiledMatrix:
         """The matrix of its first `rows` rows, or a few less, over the same memory."""
@@ -257,7 +258,7 @@ class TiledMatrix(QuantisedMatrix):
         return panel[:, start - first * LANES : end - first * LANES].t().to(dtype)
 
     def product(self, values: torch.Tensor) -> torch.Tensor:
-        torch_is_quicker = FORMS[self.form].bits == 16 or torch.get_num_threads() > MOST_THREADS
+        torch_is_quicker = FORMS[self.form].bits >= 16 or torch.get_num_threads() > MOST_THREADS
         if len(values) > MOST_ROWS and torch_is_quicker and not self._by_bytes:
             rounds = bool(self.described.rounds)
             return self.product_in_pieces(rounded(values.float()).to(values.dtype) if rounds else values)
@@ -278,10 +279,10 @@ class TiledMatrix(QuantisedMatrix):
 
 
 class StoredMatrix(TiledMatrix):
-    """bfloat16 or float16 [out, in] as a checkpoint has it, such as a view of the mapped file."""
+    """bfloat16, float16 or float32 [out, in] as a checkpoint has it, such as a view of the mapped file."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        form = "bf16" if weight.dtype == torch.bfloat16 else "f16"
+        form = next(name for name, form in FORMS.items() if form.bits >= 16 and form.scale == weight.dtype)
         kept = weight.contiguous()
         super().__init__(form, (weight.shape[0], weight.shape[1]), {"weight": kept, "scale": kept.new_empty(0)})
 
