@@ -19,6 +19,7 @@ from petalnode.protocols.ids import Span
 from petalnode.protocols.wire_pb2 import Manifest as WireManifest
 from tests.mtp_heads import save_with_head
 from tests.tiny_models import NUM_BLOCKS, save_tiny
+from tests.tiny_pictures import save_seeing
 
 DIGEST = bytes(range(32))
 
@@ -79,6 +80,16 @@ def test_one_changed_bit_changes_version_and_is_located(tmp_path: Path, llama: P
     assert version(other) != manifest.version
     with pytest.raises(ModelError, match=f": {part} differs"):
         verify_part(opened(other), manifest, "all")
+
+
+def test_an_encoder_of_pictures_counts_as_embeddings(tmp_path: Path) -> None:
+    save_seeing("qwen3_vl", tmp_path / "seeing")
+    manifest = compute_manifest(opened(tmp_path / "seeing"))
+    other = shutil.copytree(tmp_path / "seeing", tmp_path / "other")
+    change(other, next(key for key in load_file(other / "model.safetensors") if "visual.blocks" in key))
+    assert version(other) != manifest.version
+    with pytest.raises(ModelError, match="the embeddings differs"):
+        verify_part(opened(other), manifest, "client")
 
 
 def test_mtp_head_counts_and_older_manifests_stay_valid(tmp_path: Path) -> None:
