@@ -23,7 +23,6 @@ def test_rows_of_whole_blocks_are_right() -> None:
     assert torch.equal(given, right)
 
 
-@pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="the other kernels are right")
-def test_rows_that_end_inside_a_block_are_wrong() -> None:
+def test_avx512_errs_in_rows_ending_inside_a_block() -> None:
     given, right = dequantised((64, 96))
-    assert not torch.allclose(given, right), CURED
+    assert torch.allclose(given, right) is ("AVX512" not in torch.backends.cpu.get_cpu_capability()), CURED

@@ -78,15 +78,18 @@ def test_rows_that_depend_on_each_other_stay_together() -> None:
     assert not by_row(output_scores=True) and not by_row(output_logits=True)
 
 
-def test_part_of_the_rows_loses_common_padding() -> None:
+@pytest.mark.parametrize("kind", ["llama", "recurrent_gemma"])
+def test_part_of_the_rows_loses_common_padding(kind: str) -> None:
+    """Unless the model computes with the padding."""
+    model: Any = SimpleNamespace(config=SimpleNamespace(model_type=kind))
     mask = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]])
     ids, places = torch.arange(16).view(4, 4), (mask.cumsum(-1) - 1).clamp(min=0)
     penalty = logits_process.RepetitionPenaltyLogitsProcessor(1.2, torch.tensor([1, 2, 3, 4]))
     arguments = {"attention_mask": mask, "position_ids": places}
-    whole = Prepared(None, ids, [penalty], [], SimpleNamespace(), arguments)
+    whole = Prepared(model, ids, [penalty], [], SimpleNamespace(), arguments)
     cache: Any = object()
-    for rows, hidden in ((slice(0, 2), 2), (slice(0, 1), 3), (slice(1, 3), 0), (slice(3, 4), 0)):
-        part = whole.part(rows, cache)
+    for rows, common in ((slice(0, 2), 2), (slice(0, 1), 3), (slice(1, 3), 0), (slice(3, 4), 0)):
+        part, hidden = whole.part(rows, cache), common if kind == "llama" else 0
         assert part.hidden == hidden and torch.equal(part.input_ids, ids[rows])
         assert torch.equal(part.arguments["attention_mask"], mask[rows, hidden:])
         assert torch.equal(part.arguments["position_ids"], places[rows, hidden:])
