@@ -175,7 +175,7 @@ def help_for(state: SwarmState, coverage: Sequence[int]) -> dict[str, str] | Non
     if not single:
         return None
     blocks = describe_blocks([block for span in single for block in range(span.start, span.end)])
-    text = f"Only one server has {blocks}: answers wait when it goes. One more machine helps; it chooses its blocks."
+    text = f"Each of {blocks} has one server: answers wait when it goes. One more machine helps; it chooses its blocks."
     return {"text": text, "command": f"{serve}{join}", **send}
 
 
