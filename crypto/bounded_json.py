@@ -10,6 +10,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 _TOKEN: Final = re.compile(rb'"[^"\\]*+(?:\\.?+[^"\\]*+)*+"?|[,:\[\]{}]', re.DOTALL)
@@ -70,6 +71,13 @@ def parse_json_object(data: bytes | str, limits: JsonLimits) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise BadJson("it is no JSON object")
     return found
+
+
+def read_json_object(file: Path, limits: JsonLimits) -> dict[str, Any]:
+    """As `parse_json_object`, of a file, of which no more is read than it may have. Raises OSError, too."""
+    with file.open("rb") as stream:
+        data = stream.read(limits.nbytes + 1)
+    return parse_json_object(data, limits)
 
 
 def check_json(data: bytes, limits: JsonLimits) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.swarm import warm_python
+from tests.swarm import lasting_nodes, warm_python
 
 if TYPE_CHECKING:
     from petalnode.node.blocks.kernels.library import Library
@@ -122,19 +122,24 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts the files into the order in which xdist hands them out.
 
-    First those that start processes, then tests/unit, whose short files fill what is left. Those with NATs come one by
-    one between the others: each has several machines' worth of processes, and deadlines of a network to keep.
+    First those that use nodes of several files, which end then. Then those that start processes, then tests/unit, whose
+    short files fill what is left. Those with NATs come one by one between the others: each has several machines' worth
+    of processes, and deadlines of a network to keep.
     """
     by_folder: dict[str, list[list[pytest.Item]]] = {"nat": [], "parity": [], "swarm": [], "unit": []}
+    lasting: list[list[pytest.Item]] = []
     for path, group in groupby(items, key=lambda item: item.path):
-        by_folder.setdefault(_folder(path), []).append(list(group))
+        file = list(group)
+        users = any(lasting_nodes.FIXTURE in getattr(item, "fixturenames", ()) for item in file)
+        (lasting if users else by_folder.setdefault(_folder(path), [])).append(file)
+    config.stash[lasting_nodes.FILES] = {file[0].path for file in lasting}
     unit = by_folder.pop("unit")
     first = [(number / len(files), file) for files in by_folder.values() for number, file in enumerate(files)]
     first.sort(key=lambda placed: placed[0])
-    items[:] = [item for file in [*(file for _, file in first), *unit] for item in file]
+    items[:] = [item for file in [*lasting, *(file for _, file in first), *unit] for item in file]
 
 
 def _folder(path: Path) -> str:

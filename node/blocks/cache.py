@@ -30,7 +30,7 @@ class BlockCacheSpec:
         forgets: whether the memory of tokens far behind the window is given back while the session goes on.
         index_dim: values of the key by which a token is chosen for attention (DeepSeek Sparse Attention, arXiv
             2512.02556); 0: all tokens get it.
-        entries: values of a token's part in each kind of entry that stands for several tokens (`caches/compressed.py`).
+        entries: values of a token's part in each kind of entry that stands for several tokens (`caches/own_states.py`).
     """
 
     heads: int

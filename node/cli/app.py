@@ -96,6 +96,7 @@ _MODULES = {
     "stop": "serve",
     "service": "machine.service",
     "logs": "machine.service",
+    "manifest": "models",
     "update": "machine.update",
     "completion": "machine.manual",
     "man": "machine.manual",

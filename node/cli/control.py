@@ -19,13 +19,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, get_args
 
-import platformdirs
 import psutil
 import trio
 
 from ...crypto.identity import make_private_folder, write_private
 from ..errors import BadInput, MachineError
-from ..models.cache_dir import began_at, still_runs
+from ..models.cache_dir import began_at, data_folder, still_runs
 from ..server.lifecycle.pausing import Hours, Pause, PausePolicy, untouched_seconds, watch_machine
 from .option import option
 from .output import Output
@@ -141,7 +140,7 @@ class RunningServer:
 
 
 def control_folder() -> Path:
-    return platformdirs.user_data_path("petalnode", appauthor=False) / "control"
+    return data_folder() / "control"
 
 
 def running_servers(folder: Path) -> list[RunningServer]:

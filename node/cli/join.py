@@ -13,7 +13,6 @@ from dataclasses import Field, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-import platformdirs
 from typer.models import OptionInfo
 
 from ...crypto.canonical import digest
@@ -21,6 +20,7 @@ from ...crypto.identity import Identity, IdentityError, IdentityLocked, held_ide
 from ...crypto.swarm_key import SwarmKeyError, find_swarm_key, is_swarm_key
 from ..errors import BadInput, MachineError, PetalnodeError, SwarmError, unwrapped
 from ..links.format import SwarmTarget, read_target
+from ..models.cache_dir import data_folder
 from ..network.addresses import parse_own, parse_peer
 from ..network.nat.relay import RelayLimits
 from ..network.transport.bandwidth import parse_rate
@@ -356,7 +356,7 @@ async def joined(
     Raises:
         BadInput, SwarmError, MachineError: an address is wrong, nobody answers, the port or the identity is taken.
     """
-    data_dir = platformdirs.user_data_path("petalnode", appauthor=False)
+    data_dir = data_folder()
     with ExitStack() as stack:
         if join.identity is not None and not join.identity.exists() and not join.json:
             folder = "" if join.identity.parent.exists() else f", in a new folder {join.identity.parent}"

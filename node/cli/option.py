@@ -10,6 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON object per line on standard output.")]
+"""Of commands that join no swarm; those that do have it in `JoinOptions`."""
+
 
 def option(
     default: Any,

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from filelock import FileLock, Timeout
 
-from ...crypto.bounded_json import BadJson, JsonLimits, parse_json_object
+from ...crypto.bounded_json import BadJson, JsonLimits, read_json_object
 from ...crypto.identity import Identity, write_private
 from ..blocks.images.pictures import Picture
 from ..errors import BadInput, MachineError, ModelError
@@ -361,8 +361,7 @@ def read_dialogue(path: Path) -> Dialogue:
         BadInput: it is neither, or cannot be read.
     """
     try:
-        with path.open("rb") as stream:
-            data = parse_json_object(stream.read(_FILE.nbytes + 1), _FILE)
+        data = read_json_object(path, _FILE)
         pairs = data["turns"] if "turns" in data else [(turn["role"], turn["content"]) for turn in data["messages"]]
         turns = tuple(ChatMessage(role, content) for role, content in pairs)
     except OSError as error:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ...crypto.bounded_json import BadJson, JsonLimits, parse_json_object
+from ...crypto.bounded_json import BadJson, JsonLimits, read_json_object
 from ...crypto.canonical import digest
 from ...protocols.adapter import (
     MAX_ADAPTER_BYTES,
@@ -217,15 +217,13 @@ def _pickled(file: Path) -> BadInput:
 def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG
     try:
-        with file.open("rb") as stream:
-            config = parse_json_object(stream.read(CONFIG_LIMITS.nbytes + 1), CONFIG_LIMITS)
+        return read_json_object(file, CONFIG_LIMITS)
     except FileNotFoundError:
         raise BadInput(f"{folder} holds no adapter: there is no {CONFIG} in it") from None
     except OSError as error:
         raise BadInput(f"cannot read {file}: {error.strerror}") from None
     except BadJson as error:
         raise BadInput(f"{file} is damaged: {error}. Copy or download it again") from None
-    return config
 
 
 def _checked_header(file: Path) -> Mapping[str, StoredTensor]:

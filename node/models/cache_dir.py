@@ -52,6 +52,13 @@ def cache_dir() -> Path:
     return root
 
 
+def data_folder() -> Path:
+    """Where keys, conversations, remembered peers and faults of servers are kept: the platform's folder for data."""
+    from platformdirs import user_data_path
+
+    return user_data_path("petalnode", appauthor=False)
+
+
 def keep_json(file: Path, value: object) -> None:
     """Puts `value` into a file of the cache, whole or not at all. That it cannot be written is no error.
 

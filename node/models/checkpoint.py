@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, Self
 
-from ...crypto.bounded_json import BadJson, JsonLimits, parse_json_object
+from ...crypto.bounded_json import BadJson, JsonLimits, read_json_object
 from ...crypto.safetensors_header import LENGTH_BYTES, BadHeader, header_limits, parse_header
 from ..errors import ModelError, memory_needed
 from .folder import num_blocks as blocks_in
@@ -243,8 +243,7 @@ def read_gguf_note(note: Path) -> tuple[Path, ...]:
         ModelError: it is malformed.
     """
     try:
-        with note.open("rb") as stream:
-            files = parse_json_object(stream.read(_NOTE_LIMITS.nbytes + 1), _NOTE_LIMITS)["files"]
+        files = read_json_object(note, _NOTE_LIMITS)["files"]
     except OSError as error:
         raise ModelError(f"Cannot read {note}: {error.strerror}.") from error
     except (BadJson, KeyError):
@@ -276,9 +275,7 @@ def read_index(index: Path) -> dict[str, str]:
         ModelError: if it is malformed, or points outside its folder.
     """
     try:
-        with index.open("rb") as stream:
-            text = stream.read(_INDEX_LIMITS.nbytes + 1)
-        weight_map = parse_json_object(text, _INDEX_LIMITS)["weight_map"]
+        weight_map = read_json_object(index, _INDEX_LIMITS)["weight_map"]
     except OSError as error:
         raise ModelError(f"Cannot read {index}: {error.strerror}.") from error
     except (BadJson, KeyError):

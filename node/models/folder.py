@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from ...crypto.bounded_json import BadJson, JsonLimits, parse_json_object
+from ...crypto.bounded_json import BadJson, JsonLimits, read_json_object
 from ...protocols.ids import Boundaries, Span
 from ..errors import ModelError
 from .parts import Need, Part, parts_of_need
@@ -180,8 +180,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} is not a folder.")
     file = path / "config.json"
     try:
-        with file.open("rb") as stream:
-            text = stream.read(_CONFIG_LIMITS.nbytes + 1)
+        return read_json_object(file, _CONFIG_LIMITS)
     except FileNotFoundError:
         raise ModelError(
             f"{path} is no model folder: it has no config.json. It holds {_listing(path)}. A model folder "
@@ -189,8 +188,6 @@ def read_config(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise ModelError(f"Cannot read {file}: {error.strerror}.") from error
-    try:
-        return parse_json_object(text, _CONFIG_LIMITS)
     except BadJson as error:
         raise ModelError(f"{file} is no model configuration: {error}. Copy or download it again.") from None
 

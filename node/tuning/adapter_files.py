@@ -13,14 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import platformdirs
-
-from ...crypto.bounded_json import BadJson, parse_json_object
+from ...crypto.bounded_json import BadJson, read_json_object
 from ...protocols.adapter import MAX_ADAPTER_TENSORS
 from ..errors import BadInput, MachineError, ModelError
 from ..models.adapter import CONFIG_LIMITS, check_adapter_files
 from ..models.adapter_note import NOTE, read_note
-from ..models.cache_dir import disk_errors
+from ..models.cache_dir import data_folder, disk_errors
 from ..models.checkpoint import read_header
 
 FILES: Final = (
@@ -113,8 +111,7 @@ def describe(folder: Path) -> SharedAdapter:
     config: dict[str, Any] = {}
     if "adapter_config.json" in names:
         try:
-            with (folder / "adapter_config.json").open("rb") as stream:
-                config = parse_json_object(stream.read(CONFIG_LIMITS.nbytes + 1), CONFIG_LIMITS)
+            config = read_json_object(folder / "adapter_config.json", CONFIG_LIMITS)
         except (OSError, BadJson) as error:
             raise BadInput(f"{folder / 'adapter_config.json'} is damaged: {error}") from None
     note = read_note(folder) if NOTE in names else None
@@ -167,8 +164,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 def other_folders(out: Path) -> list[Path]:
     """Where a result is saved when `out` cannot be written; none of them exists yet."""
     name = f"{out.absolute().name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    data = platformdirs.user_data_path("petalnode", appauthor=False)
-    return [data / "results" / name, Path(tempfile.gettempdir()) / f"petalnode-{name}", Path.home() / name]
+    return [data_folder() / "results" / name, Path(tempfile.gettempdir()) / f"petalnode-{name}", Path.home() / name]
 
 
 class ResultFolder:

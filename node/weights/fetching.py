@@ -29,8 +29,7 @@ from ..models.cache_dir import require_space
 from ..models.parts import describe
 from ..models.progress import Progress
 from ..swarm.swarm import Swarm
-from .places import FetchPlace, place_to_free
-from .plan import Piece, PiecePlan
+from .plan import FetchPlace, Piece, PiecePlan, place_to_free
 from .store import PeerFolder, part_of_number
 
 log = logging.getLogger(__name__)

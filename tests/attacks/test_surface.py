@@ -124,7 +124,7 @@ def test_every_attack_of_catalogue_is_in_row() -> None:
 
 
 _READERS = re.compile(
-    r"json\.loads?|parse_json(_object)?|csv\.\w+|tomllib\.loads?|safe_open|load_file|Image\.open|zipfile\.ZipFile|tarfile\.open"
+    r"json\.loads?|parse_json(_object)?|read_json_object|csv\.\w+|tomllib\.loads?|safe_open|load_file|Image\.open|zipfile\.ZipFile|tarfile\.open"
     r"|sqlite3\.connect|struct\.unpack\w*|pickle\.loads?|torch\.load|np\.load|yaml\.\w+|plistlib\.loads?|\w*ElementTree\.\w+"
 )
 

@@ -31,7 +31,7 @@ from petalnode.node.models.gguf.header import read_gguf_header
 from petalnode.node.models.gguf.stored import row_count, stored_rows, stored_values
 from petalnode.node.models.manifest import canonical_architecture
 from petalnode.node.models.parts import EMBEDDINGS
-from petalnode.node.models.sources.hub_files import choose_gguf, name_of
+from petalnode.node.models.sources.gguf_files import choose_gguf, name_of
 from petalnode.node.models.sources.hub_parts import fetch_header
 from petalnode.node.models.sources.ranges import RangedFile
 from petalnode.node.placement.planning.machines_file import fleet_of, read_machines

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.swarm.lasting_nodes import LastingNodes
 from tests.swarm.processes import Node, Nodes, nodes
 
 if TYPE_CHECKING:
@@ -41,11 +42,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="session")
-def lasting_nodes(home: Path) -> Iterator[Nodes]:
-    """Starts those that several files use."""
-    with nodes(home) as started:
-        yield started
+_lasting = LastingNodes()
+
+
+@pytest.fixture(scope="module")
+def lasting_nodes() -> LastingNodes:
+    return _lasting
+
+
+@pytest.hookimpl(trylast=True)  # behind the file's own fixtures
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    _lasting.end_before(nextitem)
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +76,15 @@ class SharedSwarm:
         return self.models / "tiny-llama"
 
 
-@pytest.fixture(scope="session")
-def shared_swarm(lasting_nodes: Nodes, models: Path) -> SharedSwarm:
-    peer: str = lasting_nodes.meeting_point().event("ready")["addrs"][0]
+@pytest.fixture(scope="module")
+def shared_swarm(lasting_nodes: LastingNodes, home: Path, models: Path) -> SharedSwarm:
+    return lasting_nodes.made("shared swarm", home, lambda starter: _start_shared_swarm(starter, models))
+
+
+def _start_shared_swarm(starter: Nodes, models: Path) -> SharedSwarm:
+    peer: str = starter.meeting_point().event("ready")["addrs"][0]
     started = [
-        lasting_nodes.server(models / name, blocks, "--cache-tokens", "100000", peer=peer)
+        starter.server(models / name, blocks, "--cache-tokens", "100000", peer=peer)
         for name, blocks in (
             ("tiny-llama", "0:2"),
             ("tiny-llama", "2:4"),
@@ -178,9 +189,13 @@ def start() -> Iterator[Callable[..., RelayNode]]:
         yield start
 
 
-@pytest.fixture(scope="session")
-def lone_server(lasting_nodes: Nodes, models: Path, shared_swarm: SharedSwarm) -> Node:
+@pytest.fixture(scope="module")
+def lone_server(lasting_nodes: LastingNodes, home: Path, models: Path, shared_swarm: SharedSwarm) -> Node:
     """The whole of tiny-llama on one server in a swarm of its own, with room for 200 cache tokens."""
-    node = lasting_nodes.server(models / "tiny-llama", "0:6", "--cache-tokens", "200")
+
+    def start(starter: Nodes) -> Node:
+        return starter.server(models / "tiny-llama", "0:6", "--cache-tokens", "200")
+
+    node = lasting_nodes.made("lone server", home, start)
     node.ready  # noqa: B018
     return node

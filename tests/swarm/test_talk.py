@@ -57,7 +57,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(conversations, "Conversation", Opened)
     monkeypatch.setattr(Opened, "opened", [])
     monkeypatch.setattr(Opened, "asked", [])
-    monkeypatch.setattr(talk.platformdirs, "user_data_path", lambda *_, **__: tmp_path / "data")
+    monkeypatch.setattr(talk, "data_folder", lambda: tmp_path / "data")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 

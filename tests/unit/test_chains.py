@@ -16,7 +16,6 @@ from petalnode.node.client.batch.chains import (
     apportion,
     choose_chains,
     cut,
-    pass_seconds,
     rows_of_micro_batch,
     seconds_of,
     stages_of,
@@ -105,13 +104,6 @@ def test_chain_that_would_delay_all_gets_nothing() -> None:
 
 def test_one_micro_batch_takes_the_best_chain() -> None:
     assert apportion(1, [alone(3.0), alone(1.0)]) == [1]
-
-
-def test_pass_takes_its_slowest_stage_and_one_way() -> None:
-    pipeline = [Stage("a", 1.0, 0.5), Stage("b", 2.0, 0.5)]
-    assert pass_seconds([pipeline]) == 4.0
-    assert pass_seconds([pipeline] * 10) == 4.0 + 9 * 2.0
-    assert pass_seconds([alone(3.0), alone(1.0), alone(1.0)]) == 3.0
 
 
 @given(rows=st.integers(1, 300), tokens=st.integers(1, 5000), servers=st.integers(1, 40))

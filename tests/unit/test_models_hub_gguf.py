@@ -10,7 +10,7 @@ import pytest
 
 from petalnode.node.errors import ModelError
 from petalnode.node.models import compute_manifest, resolve
-from petalnode.node.models.sources.hub_files import choose_gguf, kind_of, name_of
+from petalnode.node.models.sources.gguf_files import choose_gguf, kind_of, name_of
 from tests.model_hub import COMMIT, Hub, serve_hub
 from tests.tiny_gguf import BLOCKS, write_tiny_gguf
 from tests.unit.gguf_parts import split

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from petalnode.node.weights.places import FetchPlace, place_to_free
+from petalnode.node.weights.plan import FetchPlace, place_to_free
 
 HERE, THERE = "192.0.2.1", "192.0.2.2"
 free = partial(place_to_free, patience=15.0, trial=5.0)

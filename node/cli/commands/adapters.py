@@ -12,6 +12,7 @@ from rich.table import Table
 from ...errors import BadInput
 from ...tuning.adapter_files import SharedAdapter, check_adapter, check_name
 from ...tuning.repository import HUB, repository_of
+from ..option import JsonFlag
 from ..output import Output
 from ..process import one_line
 
@@ -20,7 +21,6 @@ adapters = typer.Typer(
 )
 
 _AT = "FOLDER|GIT|hub"
-_Json = Annotated[bool, typer.Option("--json", help="One JSON object per line on standard output.")]
 
 
 @adapters.command("search")
@@ -30,7 +30,7 @@ def search(
         str | None, typer.Option(help="Only adapters of this model: its name, or at least 8 digits of its version.")
     ] = None,
     tag: Annotated[list[str] | None, typer.Option(help="Only adapters with this tag; repeatable.")] = None,
-    as_json: _Json = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """List the adapters of a folder, a git repository or the hub."""
     output = Output(as_json)
@@ -58,7 +58,7 @@ def push(
     ],
     name: Annotated[str | None, typer.Option(help="Name to share it under. Default: the name of the folder.")] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Replace an adapter of the same name.")] = False,
-    as_json: _Json = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Share an adapter: uploads its safetensors, JSON and README.md, and no other file."""
     output = Output(as_json)
@@ -79,7 +79,7 @@ def pull(
     at: Annotated[str, typer.Option(metavar=_AT, help="A folder, a git repository, or the Hugging Face hub.")] = HUB,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder to create. Default: the name.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the contents of --out.")] = False,
-    as_json: _Json = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Fetch an adapter into a folder."""
     output = Output(as_json)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import platformdirs
 import trio
 
 from ...api.http.server import listen, url_of
@@ -18,6 +17,7 @@ from ...client.deadlines import DEADLINES
 from ...client.swarm_model import identify_model
 from ...errors import BadInput, SwarmError
 from ...models import ModelFolder
+from ...models.cache_dir import data_folder
 from ...network.addresses import interface_addresses
 from ...swarm.swarm import Swarm
 from ..join import JoinOptions, joined, joins_swarm
@@ -233,7 +233,7 @@ def _verdicts(model_version: bytes) -> Mapping[str, LastVerdict]:
     from ...validator.history import last_verdicts
     from ...web.swarm_report import LastVerdict
 
-    file = platformdirs.user_data_path("petalnode", appauthor=False) / "validator" / "history.sqlite"
+    file = data_folder() / "validator" / "history.sqlite"
     return {peer_id: LastVerdict(*last) for peer_id, last in last_verdicts(file, model_version).items()}
 
 

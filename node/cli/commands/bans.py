@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from typing import Annotated
 
-import platformdirs
 import typer
 
 from ...errors import ExitCode
+from ...models.cache_dir import data_folder
 from ...trust.store import TrustStore, trust_file
+from ..option import JsonFlag
 from ..output import Output
 
 
@@ -17,11 +18,11 @@ def bans(
     forgive: Annotated[
         list[str] | None, typer.Option(metavar="PEER", help="Lift the ban of this server; repeatable.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object per line on standard output.")] = False,
+    json: JsonFlag = False,
 ) -> None:
     """List the servers that your nodes do not use because of a fault, with the reason and for how long."""
     output = Output(json)
-    book = TrustStore(trust_file(platformdirs.user_data_path("petalnode", appauthor=False)))
+    book = TrustStore(trust_file(data_folder()))
     book.read()
     unknown = [peer_id for peer_id in forgive or () if not book.forgive(peer_id)]
     now = time.time()

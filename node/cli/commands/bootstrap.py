@@ -14,6 +14,7 @@ from ...network.nat.relay import RelayLimits
 from ..join import JoinOptions, RelayOptions, joined, joins_swarm
 from ..metrics import MetricsOptions, add_node, metrics_served
 from ..node_report import how_joined, how_joined_json, join_by, report_reachability
+from ..option import JsonFlag
 from ..output import Output
 from ..terminal import StopSignal
 
@@ -49,7 +50,7 @@ async def _bootstrap(join: JoinOptions, limits: RelayLimits, metrics_options: Me
 
 def swarm_key(
     file: Annotated[Path, typer.Argument(help="File to create; never replaces a file.")] = Path("swarm.key"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the file name as one JSON object.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Create the key of a private swarm, which only nodes with a copy of this file can join."""
     output = Output(as_json)

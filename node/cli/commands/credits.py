@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-import platformdirs
 import trio
 import typer
 
 from ....crypto.identity import Identity, IdentityError
 from ...credits.wallet import Wallet
 from ...errors import BadInput
+from ...models.cache_dir import data_folder
 from ...network.addresses import parse_peer
 from ..join import JoinOptions, check_peer_id, joined, joins_swarm
 from ..output import Output
@@ -92,7 +92,7 @@ async def _ask(
 
 
 def _owner(key: Path | None) -> Identity:
-    file = key or platformdirs.user_data_path("petalnode", appauthor=False) / "serve.key"
+    file = key or data_folder() / "serve.key"
     try:
         return Identity.load(file)
     except IdentityError as error:

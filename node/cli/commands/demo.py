@@ -28,6 +28,7 @@ from ...models.sources.resolve import DEFAULT_MODEL
 from ...swarm.config import SwarmConfig
 from ...swarm.swarm import Swarm, open_swarm
 from ..model_choice import model_folder
+from ..option import JsonFlag
 from ..output import Output
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def demo(
         str | None, typer.Option(help="Ask one question, print the answer and exit. Default: a chat.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 256,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON object.")] = False,
+    as_json: JsonFlag = False,
     web: Annotated[bool, typer.Option("--web", help="Chat on a page in the browser, with the API beside it.")] = False,
     no_open: Annotated[bool, typer.Option("--no-open", help="With --web: do not open the page.")] = False,
     http_port: Annotated[

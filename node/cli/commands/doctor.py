@@ -12,7 +12,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final, Literal
 
-import platformdirs
 import psutil
 import trio
 import typer
@@ -22,7 +21,7 @@ from packaging.requirements import Requirement
 from ....crypto.identity import IdentityError, IdentityLocked, held_identity
 from ...blocks.kernels.library import TO_HAVE, WITHOUT, library
 from ...errors import ExitCode, PetalnodeError, SwarmError
-from ...models.cache_dir import cache_dir
+from ...models.cache_dir import cache_dir, data_folder
 from ...network.addresses import ip_of, parse_peer
 from ...network.nat.reachability import NOBODY_ASKED
 from ...swarm.swarm import Swarm
@@ -110,7 +109,7 @@ def machine_findings() -> Iterator[Finding]:
         yield check_disk(cache_dir(), "models", "PETALNODE_CACHE")
     except PetalnodeError as error:
         yield Finding("disk", "problem", str(error))
-    data = platformdirs.user_data_path("petalnode", appauthor=False)
+    data = data_folder()
     yield check_disk(data, "keys and remembered peers", "XDG_DATA_HOME")
     yield check_open_files()
     try:

@@ -1,9 +1,11 @@
-"""`petalnode models`: the models on this disk: listed, verified, removed; and what one needs, here and of a swarm."""
+"""`petalnode models`: the models on this disk: listed, verified, removed; and what one needs, here and of a swarm.
+`petalnode manifest`: the file with which a repository says which model version it is."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import trio
@@ -12,21 +14,22 @@ from rich.table import Table
 
 from ....protocols.announcement import Announcement
 from ...client.deadlines import DEADLINES
-from ...errors import BadInput, ExitCode, ModelError
-from ...models import ALIASES, resolve, split_version
+from ...errors import BadInput, ExitCode, MachineError, ModelError
+from ...models import ALIASES, DEFAULT_MODEL, check_pinned, compute_manifest, resolve, split_version
 from ...models.cache_dir import cache_dir
 from ...models.inventory import LocalModel, damaged_parts, find_local, local_models, remove_local
+from ...models.manifest import MANIFEST_FILE, write_manifest
 from ...models.parts import describe
 from ...placement.planning.model_sizes import WEIGHTS, ModelSize, fit_of, known_model, size_by_config
 from ...swarm.routing import describe_blocks
 from ...swarm.view import coverage_of, is_online
 from ..join import JoinOptions, joined, joins_swarm
+from ..option import JsonFlag
 from ..output import Output, ProgressBars
 from ..process import one_line
 from .planning.fit import alone, in_words, stored_bytes, this_machine
 
 models = typer.Typer(help="The models on this disk: list, verify, remove; and what one needs, here and of a swarm.")
-_Json = Annotated[bool, typer.Option("--json", help="One JSON object per line on standard output.")]
 _Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name, NAME@VERSION, or its folder.")]
 _DIGITS: Final = 12
 _VERSIONS: Final = 8
@@ -34,7 +37,7 @@ _VERSIONS: Final = 8
 
 
 @models.callback(invoke_without_command=True)
-def list_(context: typer.Context, as_json: _Json = False) -> None:
+def list_(context: typer.Context, as_json: JsonFlag = False) -> None:
     """List the models on this disk, the last used first. Nothing is read but headers."""
     if context.invoked_subcommand is not None:
         if as_json:
@@ -44,7 +47,7 @@ def list_(context: typer.Context, as_json: _Json = False) -> None:
 
 
 @models.command("list")
-def list_too(as_json: _Json = False) -> None:
+def list_too(as_json: JsonFlag = False) -> None:
     """List the models on this disk, as without a command."""
     _list(as_json)
 
@@ -78,7 +81,7 @@ def _list(as_json: bool) -> None:
 
 
 @models.command("verify")
-def verify(name: _Name, as_json: _Json = False) -> None:
+def verify(name: _Name, as_json: JsonFlag = False) -> None:
     """Read all parts of a model that are here: exit code 1 if one is not what it was, or not what its version says."""
     output = Output(as_json)
     model = find_local(name, local_models())
@@ -94,7 +97,7 @@ def verify(name: _Name, as_json: _Json = False) -> None:
 
 
 @models.command("remove")
-def remove(name: _Name, as_json: _Json = False) -> None:
+def remove(name: _Name, as_json: JsonFlag = False) -> None:
     """Remove a model from this disk. A GGUF file elsewhere stays; what the hub's cache has, other programs lose too."""
     output = Output(as_json)
     model = find_local(name, local_models())
@@ -247,3 +250,29 @@ def size_in_words(nbytes: float) -> str:
 def _ago(used: float) -> str:
     days = max(0, int((time.time() - used) // 86400))
     return "today" if not days else "yesterday" if days == 1 else f"{days} days ago"
+
+
+def manifest(
+    model: Annotated[
+        str, typer.Argument(help="The model: a folder, .gguf file, hub id or alias; all of it is read.")
+    ] = DEFAULT_MODEL,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help=f"Folder to write {MANIFEST_FILE} into; a file there is replaced.")
+    ] = Path(),
+    as_json: JsonFlag = False,
+) -> None:
+    """Write the manifest of a model, for its repository to say which version it is to whoever has a part of it."""
+    output = Output(as_json)
+    if not out.is_dir():
+        raise BadInput(f"--out: {out} is no folder")
+    with ProgressBars(output.errors) as bars:
+        folder = resolve(model, progress=bars)
+        found = compute_manifest(folder, bars)
+    check_pinned(folder, found.version)
+    try:
+        file = write_manifest(found, out)
+    except OSError as error:
+        raise MachineError(f"{out / MANIFEST_FILE} cannot be written: {error.strerror}") from error
+    output.say(f"{folder.name} is model version {found.version.hex()}")
+    output.say(f"its manifest is in {file}: put it beside the weights, in the model's repository")
+    output.emit(model=folder.name, model_version=found.version.hex(), file=str(file))

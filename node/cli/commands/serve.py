@@ -51,7 +51,7 @@ from ..control import DonorOptions, controlled, number_given, obey_signals, send
 from ..join import JoinOptions, RelayOptions, check_peer_id, joined, joins_swarm
 from ..metrics import MetricsOptions, add_server, metrics_served
 from ..model_choice import check_device, check_model, linked_model
-from ..option import option
+from ..option import JsonFlag, option
 from ..output import Output, ProgressBars
 from ..server_report import ServerPanel, ServerReport
 from ..terminal import StopSignal, written
@@ -302,20 +302,19 @@ _Server = Annotated[
     str | None,
     typer.Argument(help="Name, process id, or end of the peer id of a server. Default: all of yours that run."),
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per server to standard output.")]
 
 
-def pause(server: _Server = None, json: _Json = False) -> None:
+def pause(server: _Server = None, json: JsonFlag = False) -> None:
     """Pause servers on this machine: they take no new sessions, and leave the swarm when theirs have moved or ended."""
     send_wish(server, "pause", Output(json))
 
 
-def resume(server: _Server = None, json: _Json = False) -> None:
+def resume(server: _Server = None, json: JsonFlag = False) -> None:
     """Let paused servers on this machine serve again."""
     send_wish(server, "resume", Output(json))
 
 
-def stop(server: _Server = None, json: _Json = False) -> None:
+def stop(server: _Server = None, json: JsonFlag = False) -> None:
     """Stop servers on this machine, once their sessions have moved or ended."""
     send_wish(server, "stop", Output(json))
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import platformdirs
 import trio
 import typer
 from rich.live import Live
@@ -21,7 +20,7 @@ from ...client.chat import Text
 from ...client.swarm_model import identify_model
 from ...errors import BadInput, ExitCode, ModelError
 from ...models import resolve
-from ...models.cache_dir import check_writable
+from ...models.cache_dir import check_writable, data_folder
 from ...models.disk_limit import parse_size
 from ...models.sources.resolve import DEFAULT_MODEL
 from ...network.nat.relay import RelayLimits
@@ -31,7 +30,7 @@ from ..join import JoinOptions, joined, joins_swarm
 from ..metrics import MetricsOptions, add_node, metrics_served
 from ..model_choice import check_device, check_model, linked_model, model_folder, on_demand_folder, served_model
 from ..node_report import say_link
-from ..option import option
+from ..option import JsonFlag, option
 from ..output import Output, ProgressBars, whole_figures
 from ..process import say_error
 from ..terminal import StopSignal
@@ -111,7 +110,7 @@ async def _validate(
     output = Output(join.json)
     device = str(choose_device(options.device))
     stop = StopSignal()
-    data_dir = platformdirs.user_data_path("petalnode", appauthor=False)
+    data_dir = data_folder()
     table = _VerdictTable(output, options.once)
     found: list[Verdict] = []
     finished = False
@@ -296,7 +295,7 @@ def verify_evidence(
         typer.Argument(help="The model of the server: folder, .gguf file, hub id or alias. Default: smollm2."),
     ] = None,
     device: _Device = "cpu",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")] = False,
+    json: JsonFlag = False,
 ) -> None:
     """Check evidence of a server's fault: exit code 0 if it is proved, 1 if it is not, 2 if it cannot be checked.
 
@@ -343,7 +342,7 @@ def verify_receipts(
     digest: Annotated[
         str | None, typer.Option(metavar="HEX", help="The digest that came with the answer, in `x_petalnode`.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")] = False,
+    json: JsonFlag = False,
 ) -> None:
     """Check the receipts of an answer of `petalnode api`: exit code 0 if all are as they should be, 1 if not.
 

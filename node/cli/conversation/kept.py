@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import platformdirs
-
 from ....crypto.identity import write_private
 from ...client.chat import Dialogue, SavedChat, held_chat
 from ...errors import BadInput, MachineError
+from ...models.cache_dir import data_folder
 
 _CLIPBOARDS: Final = (("wl-copy",), ("xclip", "-selection", "clipboard"), ("pbcopy",))
 
@@ -54,7 +53,7 @@ class KeptChat:
 
 
 def kept_folder() -> Path:
-    return platformdirs.user_data_path("petalnode", appauthor=False) / "chats"
+    return data_folder() / "chats"
 
 
 def kept_chats(folder: Path) -> list[KeptChat]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ....crypto.bounded_json import BadJson, JsonLimits, parse_json_object
+from ....crypto.bounded_json import BadJson, JsonLimits, read_json_object
 from ...errors import BadInput
 
 if TYPE_CHECKING:
@@ -43,10 +43,8 @@ def repeats(tokens: Sequence[int]) -> bool:
 
 def model_settings(folder: Path) -> dict[str, float]:
     """What the model's own configuration says about choosing tokens; nothing if it says nothing that can be read."""
-    file = folder / "generation_config.json"
     try:
-        with file.open("rb") as stream:
-            found = parse_json_object(stream.read(_LIMITS.nbytes + 1), _LIMITS)
+        found = read_json_object(folder / "generation_config.json", _LIMITS)
     except (OSError, BadJson):
         return {}
     return {name: float(found[name]) for name in _OF_MODELS if _is_number(found.get(name))}

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import platformdirs
 import trio
 
 from ....protocols.announcement import Announcement
@@ -23,6 +22,7 @@ from ...credits.wallet import Wallet
 from ...errors import BadInput, PetalnodeError, SwarmError
 from ...links.making import LinkWishes, join_command, near_link
 from ...models import ModelFolder
+from ...models.cache_dir import data_folder
 from ...network.addresses import parse_peer
 from ...swarm.swarm import Swarm
 from ...swarm.view import is_online
@@ -249,7 +249,7 @@ class Talk:
         notice = StrangerNotice(
             client,
             output,
-            notices_file(platformdirs.user_data_path("petalnode", appauthor=False)),
+            notices_file(data_folder()),
             named=(*(options.allow or ()), *(options.trusted or ())),
             private=self.private,
             yes=options.yes,

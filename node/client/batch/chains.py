@@ -119,13 +119,6 @@ def apportion(count: int, chains: Sequence[Sequence[Stage]]) -> list[int]:
     return chosen
 
 
-def pass_seconds(micro_batches: Sequence[Sequence[Stage]]) -> float:
-    """Until all micro-batches, which set out in this order at once, are through the stages of their chains; a server
-    does one at a time."""
-    free: dict[str, float] = {}
-    return max(_done(stages, free) for stages in micro_batches)
-
-
 def _done(stages: Sequence[Stage], free: dict[str, float]) -> float:
     """When a micro-batch is through, with servers that are `free` from then on, which is brought up to date."""
     now = 0.0

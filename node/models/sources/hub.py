@@ -24,7 +24,7 @@ from ..folder import TEXT_FILES, ModelFolder, check_text_file, open_folder
 from ..manifest import MANIFEST_FILE, MAX_FILE_BYTES
 from ..parts import Need, Part, find_layout
 from ..progress import Progress
-from .hub_files import choose_gguf, kind_of, name_of
+from .gguf_files import choose_gguf, kind_of, name_of
 from .hub_parts import NAME_FILE, HubParts
 from .ranges import NoRanges, RangedFile
 

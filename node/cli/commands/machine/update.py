@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -20,6 +20,7 @@ import typer
 
 from ....errors import ExitCode
 from ....version import __version__
+from ...option import JsonFlag
 from ...output import Output
 
 _NAME: Final = "petalnode"
@@ -89,7 +90,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
 
-def update(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+def update(as_json: JsonFlag = False) -> None:
     """Say whether a newer version is there, and the command that installs it."""
     output = Output(as_json)
     installed = how_installed(_direct_url(), Path(sys.prefix), sys.executable)
