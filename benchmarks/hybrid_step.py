@@ -1,11 +1,12 @@
-"""Steps of one block with a gated delta rule, beside its matrices and beside a block of Llama.
+"""Steps of blocks with gated delta rules, beside their matrices and beside blocks of Llama.
 
-    python benchmarks/hybrid_step.py [--shapes 0.8B 4B] [--quant none int8] [--tokens 6] [--torch]
+    python benchmarks/hybrid_step.py [--shapes 0.8B 4B] [--quant none int8] [--tokens 6] [--blocks 1] [--apart|--torch]
 
-Blocks with random weights in float32, one thread: of Qwen3.5's shapes with a gated delta rule, and of Llama with the
-same sizes. A decode step through `BlockSpan.decode`, the block's matrices alone, and a step of `--tokens` (drafts that
-are checked) take turns; medians of the processor time of this thread. `times one` is what a step of `--tokens` takes of
-a decode step. With `--torch`, torch computes convolutions and delta rules.
+Blocks with random weights in float32, one thread: of Qwen3.5's shapes with a gated delta rule, every fourth with
+attention, and of Llama with the same sizes. A decode step through `BlockSpan.decode`, the blocks' matrices alone, and a
+step of `--tokens` (drafts that are checked) take turns; medians of the processor time of this thread. `times one` is
+what a step of `--tokens` takes of a decode step. With `--apart` or `--torch` the hybrid alone: transformers' blocks
+call the kernels for each product, convolution and delta rule; with `--torch`, torch computes the last two.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ KINDS: Final = ("qwen3_5_text", "llama")
 STEPS: Final = 60
 
 
-def save(kind: str, shape: str, folder: Path) -> None:
+def save(kind: str, shape: str, count: int, folder: Path) -> None:
     hidden, width, heads, kv_heads, delta_heads = SHAPES[shape]
     sizes: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": width, "num_attention_heads": heads}
     sizes |= {"head_dim": 256, "num_key_value_heads": kv_heads}
@@ -41,20 +42,21 @@ def save(kind: str, shape: str, folder: Path) -> None:
         sizes |= {
             "linear_num_value_heads": delta_heads,
             "linear_num_key_heads": 16,
-            "layer_types": ["linear_attention"],
+            "layer_types": ["full_attention" if block % 4 == 3 else "linear_attention" for block in range(count)],
         }
-    config = AutoConfig.for_model(kind, vocab_size=128, num_hidden_layers=1, **sizes)
+    config = AutoConfig.for_model(kind, vocab_size=128, num_hidden_layers=count, **sizes)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
-def measured(folder: Path, quant: str, tokens: int) -> tuple[float, float, float]:
+def measured(folder: Path, quant: str, count: int, tokens: int) -> tuple[float, float, float]:
     """Milliseconds of a step, of its matrices, and of a step of `tokens`."""
     kernels = "auto" if quant == "none" else "native"
-    span = blocks.load_span(folder, Span(0, 1), dtype="float32", quantisation=quant, kernels=kernels)
+    span = blocks.load_span(folder, Span(0, count), dtype="float32", quantisation=quant, kernels=kernels)
     cache = span.make_cache(1, 64 + STEPS * (1 + tokens))
     hidden = span.stack.width()
     span.forward(torch.randn(1, 64, hidden), cache)
-    matrices = [m for m in span.stack.blocks[0].modules() if isinstance(m, (torch.nn.Linear, QuantisedLinear))]
+    modules = (module for block in span.stack.blocks for module in block.modules())
+    matrices = [module for module in modules if isinstance(module, (torch.nn.Linear, QuantisedLinear))]
     inputs = [torch.randn(1, 1, matrix.in_features) for matrix in matrices]
     times = []
     with torch.inference_mode():
@@ -76,22 +78,26 @@ def measured(folder: Path, quant: str, tokens: int) -> tuple[float, float, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--quant", nargs="+", choices=("none", "int8"), default=["none", "int8"])
+    parser.add_argument("--quant", nargs="+", choices=("none", "int8", "nf4"), default=["none", "int8"])
     parser.add_argument("--tokens", type=int, default=6)
+    parser.add_argument("--blocks", type=int, default=1)
+    parser.add_argument("--apart", action="store_true", help="no step of theirs is one call of the kernels")
     parser.add_argument("--torch", action="store_true", help="which computes convolutions and delta rules, too")
     asked = parser.parse_args()
     quiet_torch()
     torch.manual_seed(0)
+    if asked.apart or asked.torch:
+        patch.object(blocks, "find_step", lambda *_, **__: None).start()
     if asked.torch:
         patch.object(blocks, "use_recurrent_kernels", lambda *_: None).start()
     print(f"| shape | weights | block | step, matrices alone, ms | the rest | {asked.tokens} tokens, ms | times one |")
     print("|---|---|---|---|---|---|---|")
     for shape in asked.shapes:
         for quant in asked.quant:
-            for kind in KINDS:
+            for kind in KINDS[: 1 if asked.apart or asked.torch else 2]:
                 with tempfile.TemporaryDirectory() as folder:
-                    save(kind, shape, Path(folder))
-                    step, alone, several = measured(Path(folder), quant, asked.tokens)
+                    save(kind, shape, asked.blocks, Path(folder))
+                    step, alone, several = measured(Path(folder), quant, asked.blocks, asked.tokens)
                 told = (
                     f"{step:.1f}, {alone:.1f} | {100 * (1 - alone / step):.0f} % | {several:.1f} | {several / step:.2f}"
                 )

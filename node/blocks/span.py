@@ -440,7 +440,7 @@ def load(folder: Path, span: Span, how: Loading) -> BlockSpan:
     chunked = getattr(skeleton.config, "attention_chunk_size", None) is not None
     one_by_one = chunked or stack.depends_on_length or any(spec.index_dim or spec.entries for spec in specs)
     loaded.supports_ragged = not one_by_one and agrees_with_single_steps(loaded, how.known)
-    if native is not None and loaded.supports_ragged and not loaded.keeps_states:
+    if native is not None and loaded.supports_ragged:
         loaded.step = find_step(loaded, skeleton.config, native, how.known, always=kernels == "native")
     how.known.note(loaded)
     if numerics.exact and loaded.step is None:

@@ -22,7 +22,8 @@ needs_kernels = pytest.mark.skipif(
 SPAN = Span(1, 4)
 KNOWN = (
     "llama", "mistral", "qwen2", "qwen2_sliding", "qwen3", "phi3", "phi3_partial", "gemma2", "gemma3", "gpt2",
-    "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "dots1",
+    "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "dots1", "qwen3_5", "qwen3_next",
+    "olmo2", "olmo_hybrid",
 )  # fmt: skip
 ROUTED = {
     "glm4_moe": {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5},

@@ -93,7 +93,7 @@ def test_row_does_not_depend_on_rows_beside_it(tmp_path: Path, quantisation: str
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2", "qwen3_moe", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2", "qwen3_moe", "gpt_oss", "glm4_moe", "qwen3_next"])
 def test_steps_do_not_depend_on_number_of_threads(name: str, tmp_path: Path) -> None:
     blocks = load_span(saved(name, tmp_path / "model"), SPAN, dtype="float32", device="cpu", kernels="native")
     assert blocks.step is not None
@@ -300,7 +300,15 @@ def test_model_version_does_not_depend_on_form(tmp_path: Path) -> None:
 @needs_kernels
 @pytest.mark.parametrize(
     ("name", "quantisation"),
-    [("llama", "int8"), ("llama", "nf4"), ("phi3", "int8"), ("gpt2", "nf4"), ("mixtral", "int8"), ("gpt_oss", "int8")],
+    [
+        ("llama", "int8"),
+        ("llama", "nf4"),
+        ("phi3", "int8"),
+        ("gpt2", "nf4"),
+        ("mixtral", "int8"),
+        ("gpt_oss", "int8"),
+        ("qwen3_5", "nf4"),
+    ],
 )
 def test_quantised_weights_by_the_kernels(tmp_path: Path, name: str, quantisation: str) -> None:
     wide = {} if name == "gpt2" else {"intermediate_size": 128}  # whole blocks of NF4
@@ -326,7 +334,7 @@ ROUNDS = "none/activations=int8"
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "mixtral", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "mixtral", "gemma3", "qwen3_next"])
 def test_steps_with_rounded_activations_are_those_of_torch(name: str, tmp_path: Path) -> None:
     """Block by block: over several, a last bit that decides a rounding makes as much as the roundings do."""
     folder = saved(name, tmp_path / "model")

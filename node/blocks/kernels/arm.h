@@ -67,7 +67,6 @@ INLINE void totals_neon(const V_neon *v, float scale, float *into) {
 #define PANEL_OUTPUTS 1
 #include "products.h"
 #include "step.h"
-#include "recurrent.h"
 
 #define BYTES neon
 typedef struct { int8x16_t v[4]; } B_neon;

@@ -162,10 +162,10 @@ static void NAME(hold_piece)(const void *job, int64_t piece, int64_t thread) {
     const float *cosine = w->cosines + place, *sine = w->sines + place;
     (void)thread;
     for (int64_t q = 0; q < h.group; q++) {
-        if (b->query_norm) NAME(rms_norm)(h.query + q * dim, b->query_norm, dim, s->eps, h.query + q * dim);
+        if (b->query_norm && !b->whole) NAME(rms_norm)(h.query + q * dim, b->query_norm, dim, s->eps, h.query + q * dim);
         NAME(rotate)(h.query + q * dim, cosine, sine, turned);
     }
-    if (b->key_norm) NAME(rms_norm)(h.key, b->key_norm, dim, s->eps, h.key);
+    if (b->key_norm && !b->whole) NAME(rms_norm)(h.key, b->key_norm, dim, s->eps, h.key);
     NAME(rotate)(h.key, cosine, sine, turned);
     hold_key(s->held, h.key, dim, h.keys + h.row->length * h.bytes);
     hold_key(s->held, h.value, dim, h.keys + h.half + h.row->length * h.bytes);

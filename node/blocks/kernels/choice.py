@@ -22,10 +22,10 @@ from ..dot import DotLinear, best_time, is_large
 from ..quantisation.matrix import QuantisedLinear, QuantisedMatrix
 from ..quantisation.slots import QuantisedExperts
 from ..stack import BlockStack
-from .library import NOT_HERE, Library, library, usable_threads
+from .library import NOT_HERE, Library, Unsuitable, library, usable_threads
 from .packing import WORK, TiledLinear, quicker
 from .rotary import exact_frequencies
-from .step import SpanStep, Unsuitable
+from .step import SpanStep
 from .tiles import LANES, MOST_ROWS, StoredMatrix
 
 _log = logging.getLogger(__name__)

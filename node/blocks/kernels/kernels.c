@@ -2,7 +2,7 @@
  *
  * Weights are multiplied in the form in which they are held; activations stay float32, so that results are exact to
  * rounding. No dependencies. Here are the forms, what each instruction set has to offer, and the functions that Python
- * calls. products.h, tiles.h, step.h and attention.h are included once for each instruction set, with ISA defined; `petalnode_select`
+ * calls. products.h, tiles.h, step.h, attention.h and recurrent.h are included once for each instruction set, with ISA defined; `petalnode_select`
  * takes the best one that the processor has. plain.h, x86.h and arm.h have those, tiles.h products with packed weights,
  * bytes.h those of whole numbers for rows that are rounded, threads.h the threads that help, cache.h how keys and values
  * are held, ahead.h what is fetched early, pages.h what is read early, rotary.h cosines and sines, recurrent.h convolutions
@@ -67,7 +67,7 @@
 #endif
 
 #define LANES 16
-#define INTERFACE_VERSION 13 /* of this file towards library.py */
+#define INTERFACE_VERSION 14 /* of this file towards library.py */
 #define MOST_ROWS 8 /* that are multiplied at a time */
 #define AHEAD 8 /* tokens, whose keys are fetched */
 #define ATTENDED 16 /* query heads of some rows, that look at the same keys at a time */
@@ -146,11 +146,14 @@ struct rounded {
 #define BY_BYTES(m)                                                                                                   \
     ((m)->in % ROUND == 0 && (EIGHT_BITS((m)->form) || (FOUR_BITS((m)->form) && (m)->block == ROUND)))
 
-/* One row of a batch: `memory` is its session's cache, for each block keys, then values, each
- * [batch][kv_heads][max_length] of what is held; `length` tokens are held, those before `padding` are not looked at. */
+/* One row of a batch: `memory` is its session's cache, for each block with attention keys, then values, each
+ * [batch][kv_heads][max_length] of what is held; `length` tokens are held, those before `padding` are not looked at. `states`:
+ * of each block with a delta rule what its convolution has seen last, [batch][channels][held], as it was before (NULL: zeros)
+ * and as it is to be, then likewise the rule's state, [batch][heads][key_dim][value_dim]. */
 struct row {
     uint8_t *memory;
     int64_t batch, row, max_length, length, padding;
+    float *const *states;
 };
 
 /* Some bytes of a mapped file. */
@@ -159,14 +162,35 @@ struct range {
     int64_t bytes;
 };
 
-/* One block. What may be NULL, and then is not there: biases, norms of queries and keys, norms of what attention and MLP
- * give, the gate's codes. With `experts`, gate, up and down are those of an expert that all tokens share, or not there.
+#define PROJECTIONS 8
+enum part { PART_QUERY, PART_KEY, PART_VALUE, PART_GATE, PART_BETA, PART_DECAY, PARTS_OF_DELTA };
+
+/* Where the values of a part stand in a projection's outputs: `width` together, `pitch` apart, from `first` on. */
+struct values {
+    int32_t projection, first, width, pitch;
+};
+
+/* A gated delta rule in the place of attention. Projections are of the block's input, or of the outputs of one before them
+ * (`of`, else -1); `gate`: the activation of what multiplies the rule's normed outputs; `most`: of betas. */
+struct delta {
+    int32_t projections, key_heads, heads, key_dim, value_dim, decays, taps, held, gate;
+    float most, eps;
+    int32_t of[PROJECTIONS];
+    struct values parts[PARTS_OF_DELTA];
+    struct matrix projection[PROJECTIONS];
+    const float *taps_of, *bias, *rates, *moved, *norm; /* [channels][taps]; [heads], a logarithm; [heads][decays]; [value_dim] */
+};
+
+/* One block. What may be NULL, and then is not there: biases, norms of what enters attention and MLP and of what these give,
+ * norms of queries and keys (with `whole` of all heads at once), the gate's codes. With `experts`, gate, up and down are those of an expert that all tokens share, or not there.
  * `sinks`: of each head, a score beside those of the tokens; `favours`: of each expert, what is added before experts are
- * chosen, and not to their shares. */
+ * chosen, and not to their shares; `shared`: what decides by how much the shared one counts. `delta`: there is no attention.
+ * `query` has a gate behind the values of each head if it has twice as many outputs as `output` has inputs. */
 struct block {
     const float *input_norm, *input_bias, *output_norm, *output_bias, *query_norm, *key_norm, *attention_norm, *mlp_norm;
-    const float *sinks, *favours;
-    int64_t window;          /* tokens that are looked at, 0: all */
+    const float *sinks, *favours, *shared;
+    const struct delta *delta;
+    int64_t window, whole;   /* tokens that are looked at, 0: all */
     int32_t rotary, experts; /* which of the tables of cosines and sines; how many */
     float scale;             /* of the scores of attention */
     int32_t each;            /* ranges of an expert */
@@ -175,16 +199,17 @@ struct block {
     const struct range *ranges;  /* [experts][each]: where these stand in mapped files; NULL: in memory */
 };
 
-enum activation { ACTIVATION_NONE = 0, ACTIVATION_SILU = 1, ACTIVATION_GELU_TANH = 2 };
+enum activation { ACTIVATION_NONE = 0, ACTIVATION_SILU = 1, ACTIVATION_GELU_TANH = 2, ACTIVATION_LOGISTIC = 3 };
 
 /* What an expert's share is: the router's softmax, or that of the chosen ones alone, or a logistic function of its output. */
 enum routing { ROUTING_SOFTMAX = 0, ROUTING_CHOSEN = 1, ROUTING_SIGMOID = 2 };
 
 /* `inner`: the most outputs of a gate; `chosen`: experts of a token, whose shares are made to add up to one or not, of
- * `kept` of `groups` of experts; `held`: enum held. */
+ * `kept` of `groups` of experts; `held`: enum held; `mixing`: float32 that a delta rule
+ * needs for a row, `mixed`: values that it gives. */
 struct shape {
     int32_t hidden, heads, kv_heads, head_dim, inner, rotary_dim, activation, chosen, shares_add_up, held;
-    int32_t routing, groups, kept;
+    int32_t routing, groups, kept, mixing, mixed;
     float eps, softcap; /* 0: none */
     float routed_scale, alpha, limit; /* of the shares; of the activation of experts without `up` */
 };
@@ -206,11 +231,11 @@ struct convolution {
 /* The gated delta rule (Yang et al. 2024): `state` [rows][heads][key_dim][value_dim] in place, `query` and `key`
  * [rows][tokens][key_heads][key_dim], `value` and `out` [rows][tokens][heads][value_dim], `beta` [rows][tokens][heads], and
  * `decay`, in its logarithm, likewise; of each of `decays` values of a key by itself, if these are more than one. `normed`:
- * queries and keys are brought to a length of one. */
+ * queries and keys are brought to a length of one. From one token to the next it is `key_pitch` and `value_pitch` values. */
 struct delta_rule {
     const float *query, *key, *value, *decay, *beta;
     float *state, *out;
-    int64_t rows, tokens, heads, key_heads, key_dim, value_dim, decays, normed;
+    int64_t rows, tokens, heads, key_heads, key_dim, value_dim, decays, normed, key_pitch, value_pitch;
 };
 
 #define LARGEST __builtin_inff()
@@ -226,7 +251,7 @@ struct change {
 };
 
 /* One token of each row through the blocks: `hidden` [number][hidden] in place, keys and values into the rows' caches.
- * `several`: rows may be tokens of one session, each with its own `length`, the earlier ones first or not.
+ * `several`: so many rows at a time are tokens of a session that follow each other, each with its own `length`; 0: none are.
  * `cosines`, `sines` [tables][number][rotary_dim]. `changes` in the order of their blocks. `scratch`: what
  * petalnode_step_scratch says, `score_count` for each thread. To `counts` is added how many experts of the blocks were used,
  * and how many of these were not all in memory. */
@@ -300,6 +325,21 @@ INLINE float exponential(float x) { return power(bounded(x)); }
 INLINE void exponentials(float *x, int64_t count) {
     for (int64_t index = 0; index < count; index++) x[index] = bounded(x[index]);
     for (int64_t index = 0; index < count; index++) x[index] = power(x[index]);
+}
+
+/* ln(1 + x) of 0 .. 2^126, to 1e-7 of it or to 1e-15. */
+INLINE float logarithm_of_more(float x) {
+    static const double shares[] = {1 / 21., 1 / 19., 1 / 17., 1 / 15., 1 / 13., 1 / 11., 1 / 9., 1 / 7., 1 / 5., 1 / 3., 1.};
+    const double more = 1.0 + x;
+    uint64_t bits;
+    memcpy(&bits, &more, 8);
+    const int64_t turns = (int64_t)(bits >> 52) - 1023;
+    bits -= (uint64_t)turns << 52;
+    double fraction, sum = 0.0;
+    memcpy(&fraction, &bits, 8); /* 1 .. 2 */
+    const double ratio = (fraction - 1.0) / (fraction + 1.0), square = ratio * ratio;
+    for (int term = 0; term < 11; term++) sum = sum * square + shares[term];
+    return (float)(2.0 * ratio * sum + (double)turns * 0.69314718055994530942);
 }
 
 /* tanh x of e^2x, to about 1e-7 of the whole range. */
@@ -501,7 +541,7 @@ EXPORT int64_t petalnode_size(int32_t number) {
     static const int64_t sizes[] = {
         sizeof(struct matrix), sizeof(struct row), sizeof(struct block),
         sizeof(struct shape), sizeof(struct change), sizeof(struct step), sizeof(struct range),
-        sizeof(struct convolution), sizeof(struct delta_rule),
+        sizeof(struct convolution), sizeof(struct delta_rule), sizeof(struct delta),
     };
     return number >= 0 && number < (int32_t)(sizeof sizes / sizeof *sizes) ? sizes[number] : 0;
 }
@@ -552,8 +592,8 @@ EXPORT int32_t petalnode_delta(const struct delta_rule *d, int64_t threads) {
 
 /* float32 of a step's scratch, of which each of `threads` has `score_count` and a panel at the end. */
 EXPORT int64_t petalnode_step_scratch(const struct shape *s, int64_t rows, int64_t score_count, int64_t threads) {
-    int64_t wide = most(s->heads * s->head_dim, s->hidden), narrow = s->kv_heads * s->head_dim;
-    int64_t values = 2 * s->hidden + 2 * wide + 2 * narrow + 2 * s->inner + ROUNDED_FLOATS(most(s->inner, wide)) + 1;
+    int64_t wide = most(most(s->heads * s->head_dim, s->hidden), s->mixed), narrow = s->kv_heads * s->head_dim;
+    int64_t values = 2 * s->hidden + 2 * wide + 2 * narrow + 2 * s->inner + ROUNDED_FLOATS(most(s->inner, wide)) + s->mixing + 1;
     return rows * values + threads * own_count(s, score_count);
 }
 

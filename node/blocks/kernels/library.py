@@ -44,7 +44,7 @@ HEADERS: Final = (
     "threads.h",
     "vectors.h",
 )
-INTERFACE: Final = 13
+INTERFACE: Final = 14
 """As in kernels.c: goes up whenever a function or structure there changes."""
 ISA_VARIABLE: Final = "PETALNODE_KERNELS_ISA"
 """One of `ISAS`, in place of the best that the processor has: for comparisons. `none`: no kernels."""
@@ -93,6 +93,26 @@ class Row(ctypes.Structure):
     _fields_ = (
         ("memory", ctypes.c_void_p), ("batch", ctypes.c_int64), ("row", ctypes.c_int64),
         ("max_length", ctypes.c_int64), ("length", ctypes.c_int64), ("padding", ctypes.c_int64),
+        ("states", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+class Part(ctypes.Structure):
+    """`struct values`: where some values stand in the outputs of a projection."""
+
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("projection", "first", "width", "pitch"))
+
+
+class Delta(ctypes.Structure):
+    """`struct delta`: a gated delta rule in the place of attention."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in (
+            "projections", "key_heads", "heads", "key_dim", "value_dim", "decays", "taps", "held", "gate",
+        )),
+        ("most", ctypes.c_float), ("eps", ctypes.c_float), ("of", ctypes.c_int32 * 8), ("parts", Part * 6),
+        ("projection", Matrix * 8),
+        *((name, ctypes.c_void_p) for name in ("taps_of", "bias", "rates", "moved", "norm")),
     )  # fmt: skip
 
 
@@ -102,9 +122,9 @@ class Block(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
             "input_norm", "input_bias", "output_norm", "output_bias", "query_norm", "key_norm", "attention_norm",
-            "mlp_norm", "sinks", "favours",
+            "mlp_norm", "sinks", "favours", "shared", "delta",
         )),
-        ("window", ctypes.c_int64), ("rotary", ctypes.c_int32), ("experts", ctypes.c_int32),
+        ("window", ctypes.c_int64), ("whole", ctypes.c_int64), ("rotary", ctypes.c_int32), ("experts", ctypes.c_int32),
         ("scale", ctypes.c_float), ("each", ctypes.c_int32),
         *((name, Matrix) for name in ("query", "key", "value", "output", "gate", "up", "down", "router")),
         ("expert", ctypes.c_void_p), ("ranges", ctypes.c_void_p),
@@ -117,7 +137,7 @@ class Shape(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in (
             "hidden", "heads", "kv_heads", "head_dim", "inner", "rotary_dim", "activation", "chosen", "shares_add_up",
-            "held", "routing", "groups", "kept",
+            "held", "routing", "groups", "kept", "mixing", "mixed",
         )),
         *((name, ctypes.c_float) for name in ("eps", "softcap", "routed_scale", "alpha", "limit")),
     )  # fmt: skip
@@ -163,12 +183,13 @@ class DeltaRule(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "decay", "beta", "state", "out")),
         *((name, ctypes.c_int64) for name in (
-            "rows", "tokens", "heads", "key_heads", "key_dim", "value_dim", "decays", "normed",
+            "rows", "tokens", "heads", "key_heads", "key_dim", "value_dim", "decays", "normed", "key_pitch",
+            "value_pitch",
         )),
     )  # fmt: skip
 
 
-STRUCTURES: Final = (Matrix, Row, Block, Shape, Change, StepStruct, Range, Convolution, DeltaRule)
+STRUCTURES: Final = (Matrix, Row, Block, Shape, Change, StepStruct, Range, Convolution, DeltaRule, Delta)
 """What the library reads of this module's memory, in the order of `petalnode_size`."""
 
 
@@ -179,10 +200,14 @@ class Vectors:
     seed: int = 1
     products: int = 95
     steps: int = 24
-    digest: int = 0x334EB011FBC52F99
+    digest: int = 0x5E99A2E99DBE744B
 
 
 VECTORS: Final = Vectors()
+
+
+class Unsuitable(Exception):
+    """These blocks are not of the kind that the kernels know."""
 
 
 @dataclass(frozen=True, eq=False)

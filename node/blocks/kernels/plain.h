@@ -69,7 +69,6 @@ INLINE void NAME(totals)(const V *v, float scale, float *into) {
 #define PANEL_OUTPUTS 2
 #include "products.h"
 #include "step.h"
-#include "recurrent.h"
 
 #define BYTES ISA
 typedef struct { int8_t v[4 * LANES]; } OWN(B);

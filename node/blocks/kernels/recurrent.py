@@ -130,7 +130,8 @@ class _DeltaRule(_Replacement):
         given = [one.contiguous() for one in (query, key, value, g, beta, state)]
         if not args and options.get("cu_seqlens") is None and _computes(*given):
             output, normed = torch.empty_like(given[2]), int(bool(options.get("use_qk_l2norm_in_kernel")))
-            sizes = (rows, tokens, heads, *key.shape[2:], dim, g[0, 0, 0].numel(), normed)
+            decays, pitches = g[0, 0, 0].numel(), (key[0, 0].numel(), heads * dim)
+            sizes = (rows, tokens, heads, *key.shape[2:], dim, decays, normed, *pitches)
             run = DeltaRule(*(one.data_ptr() for one in (*given, output)), *sizes)
             if self.kernels.petalnode_delta(run, self.threads):
                 return output, given[5] if options.get("output_final_state") else None

@@ -24,10 +24,11 @@ INLINE void NAME(layer_norm)(const float *x, const float *weight, const float *b
     }
 }
 
-/* Rows of the hidden size, normalised; `bias` makes it a layer norm. */
+/* Rows of the hidden size, normalised; `bias` makes it a layer norm, and without `weight` they stay as they are. */
 static void NAME(norm_rows)(const struct shape *s, const float *x, const float *weight, const float *bias, int64_t rows,
                             float *y) {
-    for (int64_t place = 0; place < rows * s->hidden; place += s->hidden)
+    if (!weight) memcpy(y, x, rows * s->hidden * sizeof(float));
+    for (int64_t place = 0; weight && place < rows * s->hidden; place += s->hidden)
         if (bias) NAME(layer_norm)(x + place, weight, bias, s->hidden, s->eps, y + place);
         else NAME(rms_norm)(x + place, weight, s->hidden, s->eps, y + place);
 }
@@ -41,10 +42,10 @@ INLINE void NAME(add_to)(float *x, const float *y, int64_t count) {
 static void NAME(activate)(int32_t activation, float *gate, const float *up, int64_t count) {
     for (int64_t index = 0; index < count; index += LANES) {
         float *own = gate + index, powers[LANES];
-        if (activation == ACTIVATION_SILU) {
+        if (activation != ACTIVATION_GELU_TANH) {
             EACH powers[lane] = -own[lane];
             exponentials(powers, LANES);
-            EACH own[lane] = own[lane] / (1.0f + powers[lane]);
+            EACH own[lane] = (activation == ACTIVATION_SILU ? own[lane] : 1.0f) / (1.0f + powers[lane]);
         } else {
             EACH powers[lane] = 2.0f * (0.7978845608f * (own[lane] + 0.044715f * own[lane] * own[lane] * own[lane]));
             exponentials(powers, LANES);
@@ -60,9 +61,9 @@ struct NAME(state) {
     const struct block *b;
     const struct matrix *following; /* the next block's first one */
     const struct row *rows;
-    int64_t number, index, score_count, threads, several, together;
+    int64_t number, index, mixed, score_count, threads, several, together; /* `index`, `mixed`: blocks with attention, with delta rules before */
     const float *cosines, *sines;
-    float *hidden, *normed, *added, *query, *key, *value, *attended, *gate, *up, *sums, *scores;
+    float *hidden, *normed, *added, *query, *key, *value, *attended, *gate, *up, *sums, *mixing, *scores;
     int64_t *counts;
 };
 
@@ -198,6 +199,10 @@ static void NAME(shared_expert)(const struct NAME(state) *w) {
     const struct block *b = w->b;
     NAME(linear)(w, (struct NAME(linears)){.m = {&b->gate, &b->up}, .x = w->normed, .rows = w->number, .count = 2,
                                            .y = {w->gate, w->up}, .activation = w->s->activation, .next = &b->down});
+    for (int64_t r = 0; b->shared && r < w->number; r++) {
+        const float share = 1.0f / (1.0f + exponential(-NAME(dot)(w->normed + r * w->s->hidden, b->shared, w->s->hidden)));
+        for (int64_t index = 0; index < b->up.out; index++) w->gate[r * b->up.out + index] *= share;
+    }
     NAME(linear)(w, (struct NAME(linears)){.m = {&b->down}, .x = w->gate, .rows = w->number, .count = 1,
                                            .y = {w->attended}, .next = w->following, .target = w->added});
 }
@@ -234,7 +239,36 @@ static void NAME(experts)(const struct NAME(state) *w) {
     }
 }
 
+#include "recurrent.h"
+
 /* --- the step --- */
+
+/* What the rows look at, into `attended`. */
+static void NAME(attention)(const struct NAME(state) *w, const struct change *changes, int64_t changed) {
+    const struct block *b = w->b;
+    const int64_t number = w->number, heads = w->s->kv_heads, dim = w->s->head_dim, gated = b->query.out > b->output.in;
+    float *query = gated ? w->gate : w->query;
+    NAME(linear)(w, (struct NAME(linears)){.m = {&b->query, &b->key, &b->value}, .x = w->normed, .rows = number,
+                                           .count = 3, .y = {query, w->key, w->value}, .next = &b->output});
+    NAME(adapt)(w, changes, changed, LAYER_QUERY, w->normed, query);
+    NAME(adapt)(w, changes, changed, LAYER_KEY, w->normed, w->key);
+    NAME(adapt)(w, changes, changed, LAYER_VALUE, w->normed, w->value);
+    for (int64_t r = 0; b->whole && r < number; r++) {
+        NAME(rms_norm)(w->query + r * b->query.out, b->query_norm, b->query.out, w->s->eps, w->query + r * b->query.out);
+        NAME(rms_norm)(w->key + r * b->key.out, b->key_norm, b->key.out, w->s->eps, w->key + r * b->key.out);
+    }
+    for (int64_t head = 0; gated && head < number * w->s->heads; head++) {
+        memcpy(w->query + head * dim, query + 2 * head * dim, dim * sizeof(float));
+        memcpy(w->up + head * dim, query + (2 * head + 1) * dim, dim * sizeof(float));
+    }
+    if (w->several) { /* a token looks at those before it that are computed beside it */
+        do_pieces(w->threads, NAME(hold_piece), w, number * heads);
+        do_pieces(w->threads, NAME(attend_piece), w, (number + w->together - 1) / w->together * heads);
+    } else do_pieces(w->threads, NAME(attention_piece), w, number * heads);
+    if (!gated) return;
+    NAME(activate)(ACTIVATION_LOGISTIC, w->up, w->attended, number * b->output.in);
+    memcpy(w->attended, w->up, number * b->output.in * sizeof(float));
+}
 
 /* The layer's output in `added`, through its norm if it has one, onto `hidden`. */
 static void NAME(take_over)(const struct NAME(state) *w, const float *norm) {
@@ -248,15 +282,8 @@ static void NAME(one_block)(const struct NAME(state) *w, const struct change *ch
     const int64_t number = w->number, gated = b->gate.codes != NULL;
     const struct matrix *widening = b->experts ? &b->router : gated ? &b->gate : &b->up;
     NAME(norm_rows)(s, w->hidden, b->input_norm, b->input_bias, number, w->normed);
-    NAME(linear)(w, (struct NAME(linears)){.m = {&b->query, &b->key, &b->value}, .x = w->normed, .rows = number,
-                                           .count = 3, .y = {w->query, w->key, w->value}, .next = &b->output});
-    NAME(adapt)(w, changes, changed, LAYER_QUERY, w->normed, w->query);
-    NAME(adapt)(w, changes, changed, LAYER_KEY, w->normed, w->key);
-    NAME(adapt)(w, changes, changed, LAYER_VALUE, w->normed, w->value);
-    if (w->several) { /* a token looks at those before it that are computed beside it */
-        do_pieces(w->threads, NAME(hold_piece), w, number * s->kv_heads);
-        do_pieces(w->threads, NAME(attend_piece), w, (number + w->together - 1) / w->together * s->kv_heads);
-    } else do_pieces(w->threads, NAME(attention_piece), w, number * s->kv_heads);
+    if (b->delta) NAME(mix)(w);
+    else NAME(attention)(w, changes, changed);
     int apart = b->attention_norm || changed; /* the sum with `hidden` waits for all outputs */
     NAME(linear)(w, (struct NAME(linears)){.m = {&b->output}, .x = w->attended, .rows = number, .count = 1,
                                            .y = {w->added}, .next = widening, .target = apart ? NULL : w->hidden});
@@ -292,7 +319,7 @@ static void NAME(one_block)(const struct NAME(state) *w, const struct change *ch
 
 static void NAME(step)(const struct step *t, int64_t threads) {
     const struct shape *s = t->shape;
-    const int64_t number = t->number, wide = most(s->heads * s->head_dim, s->hidden), narrow = s->kv_heads * s->head_dim;
+    const int64_t number = t->number, wide = most(most(s->heads * s->head_dim, s->hidden), s->mixed), narrow = s->kv_heads * s->head_dim;
     struct NAME(state) w = {.s = s, .rows = t->rows, .number = number, .threads = threads, .several = t->several,
                             .together = t->several ? most(ATTENDED * s->kv_heads / s->heads, 1) : 1, .cosines = t->cosines,
                             .sines = t->sines, .hidden = t->hidden, .counts = t->counts,
@@ -306,14 +333,16 @@ static void NAME(step)(const struct step *t, int64_t threads) {
     w.gate = w.value + number * narrow;
     w.up = w.gate + number * s->inner;
     w.sums = w.up + number * s->inner;
-    w.scores = w.sums + number * ROUNDED_FLOATS(most(s->inner, wide));
+    w.mixing = w.sums + number * ROUNDED_FLOATS(most(s->inner, wide));
+    w.scores = w.mixing + number * s->mixing;
     for (int64_t index = 0, done = 0; index < t->count; index++) {
         int64_t changed = 0;
         while (done + changed < t->changed && t->changes[done + changed].block == index) changed++;
         w.b = t->blocks + index;
-        w.following = index + 1 < t->count ? &w.b[1].query : &w.b->down;
-        w.index = index;
+        w.following = index + 1 < t->count ? w.b[1].delta ? w.b[1].delta->projection : &w.b[1].query : &w.b->down;
         NAME(one_block)(&w, t->changes + done, changed);
+        if (w.b->delta) w.mixed++;
+        else w.index++;
         done += changed;
     }
 }

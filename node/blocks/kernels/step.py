@@ -1,19 +1,18 @@
 """A decode step of all blocks of a span in one call of the compiled kernels.
 
-For blocks of the families in `_MODEL_TYPES`: RMS or layer norms, rotary positions or none, grouped attention, an MLP
-with or without a gate or a mixture of experts, and LoRA of some of the rows; in float32 on a CPU, for rows of many
-sessions of different lengths. Keys and values go into the sessions' own caches, so that prefill, rollback and reorder
-are as ever. Whether it computes what transformers does is tried out when a span is loaded.
+For blocks of the families in `_MODEL_TYPES`: RMS or layer norms, rotary positions or none, grouped attention or a gated
+delta rule, an MLP with or without a gate or a mixture of experts, and LoRA of some of the rows; in float32 on a CPU,
+for rows of many sessions of different lengths. Keys, values and states go into the sessions' own caches, so that
+prefill, rollback and reorder are as ever. Whether it computes what transformers does is tried out when a span is
+loaded.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -24,13 +23,16 @@ from ..cache import BlockCacheSpec, SpanCache
 from ..quantisation.matrix import QuantisedLinear
 from ..quantisation.slots import QuantisedExperts, expert_stacks
 from ..span_adapter import AdapterRows, SpanAdapter
-from .library import Block, Change, Library, Matrix, Row, Shape, StepStruct
+from .changes import FORM_F32, FORM_F32_COLUMNS, Changes
+from .delta import describe_delta, entering_states, layout_of, mixing_floats
+from .library import Block, Change, Library, Matrix, Row, Shape, StepStruct, Unsuitable
 from .tiles import LANES, MOST_ROWS, TiledMatrix, rows_of
 
 _MODEL_TYPES: Final = frozenset(
     {
         *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gpt2", "mixtral", "qwen3_moe"),
-        *("gpt_oss", "glm4_moe", "dots1"),
+        *("gpt_oss", "glm4_moe", "dots1", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo2", "olmo3"),
+        *("olmo_hybrid", "kimi_linear"),
     }
 )
 _ACTIVATIONS: Final = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2}
@@ -40,27 +42,13 @@ _TOGETHER: Final = 256
 """Rows that are computed at once, where there are more: their memory is bounded, and the bits are the same."""
 _ATTENDED: Final = 16
 """As in kernels.c."""
-_FORM_F32: Final = 0
-_FORM_F32_COLUMNS: Final = 10
-_ROUTING: Final = {"gpt_oss": 1, "glm4_moe": 2, "dots1": 2}
+_ROUTING: Final = {"gpt_oss": 1, "glm4_moe": 2, "dots1": 2, "kimi_linear": 2}
 """As `enum routing` counts them, where it is not the first."""
 _LAYERS: Final = ("query", "key", "value", "output", "gate", "up", "down")
 """As `enum layer` counts them."""
 
 Frequencies = Callable[[str | None], tuple[torch.Tensor, float] | None]
 """Of a layer's type, where these differ, as `BlockStack.frequencies` and `exact_frequencies` have them."""
-
-
-class Unsuitable(Exception):
-    """These blocks are not of the kind that the kernels know."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Adapted:
-    """An adapter's layers, by block and layer of the span, and the tensors that they point into."""
-
-    changes: tuple[Change, ...]
-    kept: tuple[torch.Tensor, ...]
 
 
 class SpanStep:
@@ -96,18 +84,20 @@ class SpanStep:
         activation = activation or getattr(config, "activation_function", "")
         if config.model_type not in _MODEL_TYPES or activation not in _ACTIVATIONS:
             raise Unsuitable(config.model_type)
-        if len({(spec.heads, spec.key_dim, spec.value_dim) for spec in specs}) != 1:
+        kept = {(spec.heads, spec.key_dim, spec.value_dim) for spec in specs if spec.heads} or {(1, LANES, LANES)}
+        if len(kept) != 1:
             raise Unsuitable("blocks that keep different things")
         self.threads = 1
         self.counts = (ctypes.c_int64 * 2)()
         self._exact = exact
         self._functions = found.functions
-        self._one_more = config.model_type.startswith("gemma")  # norms multiply with 1 + weight
+        one_more = ("gemma", "qwen3_5", "qwen3_next")  # whose norms multiply with 1 + weight
+        self._one_more = config.model_type.startswith(one_more)
         self._blocks = (Block * len(blocks))()
         self._kept: list[Any] = []  # tensors and arrays that the structures point into
         self._layers: dict[nn.Module, tuple[int, int]] = {}  # whole modules, to block and layer
         self._shape = Shape(hidden=int(config.hidden_size), activation=_ACTIVATIONS[activation], held=_HELD[held])
-        self._shape.head_dim, self._shape.kv_heads = specs[0].key_dim, specs[0].heads
+        self._shape.kv_heads, self._shape.head_dim, _ = kept.pop()
         self._shape.routing, self._shape.groups = _ROUTING.get(config.model_type, 0), 1
         self._shape.routed_scale = 1.0
         kinds: list[str | None] = []
@@ -117,14 +107,14 @@ class SpanStep:
                 kinds.append(kind)
             self._describe(index, block, spec)
             self._blocks[index].rotary = kinds.index(kind)
-        self._check(specs[0])
-        turning = [frequencies(kind) for kind in kinds] if config.model_type != "gpt2" else []
+        self._check(specs)
+        turning = [frequencies(kind) for kind in kinds] if getattr(config, "rope_parameters", None) else []
         self._turning = [(of.contiguous(), scale) for of, scale in filter(None, turning)]
         self._shape.rotary_dim = 2 * len(self._turning[0][0]) if self._turning else 0
         if len(self._turning) != len(turning) or len({len(of) for of, _ in self._turning}) > 1:
             raise Unsuitable("rotary positions of another kind")
         self._scratch = torch.empty(0)
-        self._adapters: WeakKeyDictionary[SpanAdapter, _Adapted | None] = WeakKeyDictionary()
+        self._changes = Changes(self._layers)
 
     def takes(self, caches: Sequence[SpanCache], adapters: Sequence[AdapterRows] = (), tokens: int = 1) -> bool:
         """Whether `tokens` tokens of each row of these sessions are few enough, and the adapters known."""
@@ -133,7 +123,7 @@ class SpanStep:
 
     def knows(self, adapter: SpanAdapter) -> bool:
         """Whether all layers that it changes are known."""
-        return self._adapted(adapter) is not None
+        return self._changes.knows(adapter)
 
     def run(
         self, hidden: torch.Tensor, caches: Sequence[SpanCache], adapters: Sequence[AdapterRows] = ()
@@ -159,16 +149,17 @@ class SpanStep:
         count = len(hidden) * tokens
         rows = (Row * count)()
         positions: list[int] = []
-        for cache in caches:
-            memory, longest = cache.memory.data_ptr(), cache.max_length
+        entering = [entering_states(cache) for cache in caches]
+        for cache, (states, _) in zip(caches, entering, strict=True):
+            memory, longest, pointers = cache.memory.data_ptr(), cache.max_length, ctypes.addressof(states)
             for row, padding in enumerate(cache.left_padding):
                 for length in range(cache.length + ahead, cache.length + ahead + tokens):
-                    rows[len(positions)] = Row(memory, cache.batch, row, longest, length, padding)
+                    rows[len(positions)] = Row(memory, cache.batch, row, longest, length, padding, pointers)
                     positions.append(max(length - padding, 0))
         rotations = self._rotations(torch.tensor(positions))
         output = hidden.clone(memory_format=torch.contiguous_format)
         first, blocks = caches[0].first, len(caches[0].specs)
-        changes = self._changes_of(adapters, first, blocks, tokens)
+        changes = self._changes.of(adapters, first, blocks, tokens)
         scores = self._score_count(count, max(cache.length for cache in caches) + ahead + tokens, changes)
         shape = ctypes.byref(self._shape)
         needed = self._functions.petalnode_step_scratch(shape, count, scores, self.threads)
@@ -176,16 +167,16 @@ class SpanStep:
             self._scratch = torch.empty(2 * needed)
         step = StepStruct(
             ctypes.addressof(self._shape), ctypes.addressof(self._blocks) + first * ctypes.sizeof(Block),
-            ctypes.addressof(rows), ctypes.addressof(changes), blocks, count, len(changes), scores, tokens > 1,
-            rotations[0].data_ptr(), rotations[1].data_ptr(), output.data_ptr(), self._scratch.data_ptr(),
-            ctypes.addressof(self.counts),
+            ctypes.addressof(rows), ctypes.addressof(changes), blocks, count, len(changes), scores,
+            tokens if tokens > 1 else 0, rotations[0].data_ptr(), rotations[1].data_ptr(), output.data_ptr(),
+            self._scratch.data_ptr(), ctypes.addressof(self.counts),
         )  # fmt: skip
         self._functions.petalnode_step(ctypes.byref(step), self.threads)
         return output
 
     def _score_count(self, rows: int, longest: int, changes: Sequence[Change]) -> int:
         """float32 that each thread needs for itself."""
-        group = self._blocks[0].query.out // (self._shape.kv_heads * self._shape.head_dim)
+        group = self._shape.heads // self._shape.kv_heads
         experts = max(block.experts for block in self._blocks)
         adapted = max((change.rows * (change.down.out + change.up.out) for change in changes), default=0)
         return int(max(max(group, _ATTENDED) * (longest + LANES), (rows + 1) * experts, adapted))
@@ -198,56 +189,26 @@ class SpanStep:
             self._functions.petalnode_rotary(of.data_ptr(), len(of), scale, positions.data_ptr(), len(positions), *into)
         return found
 
-    # --- adapters ---
-
-    def _adapted(self, adapter: SpanAdapter) -> _Adapted | None:
-        """What `adapter` changes; None if the kernels do not know a layer of it."""
-        if adapter not in self._adapters:
-            self._adapters[adapter] = self._described_changes(adapter)
-        return self._adapters[adapter]
-
-    def _described_changes(self, adapter: SpanAdapter) -> _Adapted | None:
-        changes, kept = [], []
-        for module, (down, up) in adapter.pairs:
-            place = self._layers.get(module)
-            sizes = (*down.shape[1:], *up.shape[:1])
-            if place is None or down.dtype != torch.float32 or any(size % LANES for size in sizes):
-                return None
-            rows, columns = down.contiguous(), up.t().contiguous()
-            kept += [rows, columns]
-            described = Change(*place)
-            described.down = Matrix(_FORM_F32, *down.shape, down.shape[1], rows.data_ptr())
-            described.up = Matrix(_FORM_F32_COLUMNS, *up.shape, up.shape[0], columns.data_ptr())
-            changes.append(described)
-        return _Adapted(tuple(changes), tuple(kept))
-
-    def _changes_of(self, adapters: Sequence[AdapterRows], first: int, blocks: int, tokens: int) -> Any:
-        found = []
-        for use in adapters:
-            adapted = self._adapted(use.adapter)
-            for change in adapted.changes if adapted is not None else ():
-                if first <= change.block < first + blocks:
-                    own = Change.from_buffer_copy(change)
-                    own.block, own.first = change.block - first, use.start * tokens
-                    own.rows = (use.end - use.start) * tokens
-                    found.append(own)
-        found.sort(key=lambda change: (change.block, change.layer, change.first))
-        return (Change * len(found))(*found)
-
     # --- the blocks ---
 
     def _describe(self, index: int, block: nn.Module, spec: BlockCacheSpec) -> None:
         described = self._blocks[index]
         described.window = spec.window or 0
-        attention: Any = _submodule(block, "self_attn") or _submodule(block, "attn")
+        names = ("self_attn", "attn", "linear_attn")
+        attention: Any = next(filter(None, (_submodule(block, name) for name in names)), None)
         if attention is None:
             raise Unsuitable("attention of another kind")
-        described.scale = float(attention.scaling)
-        sinks = getattr(attention, "sinks", None)
-        described.sinks = None if sinks is None else self._pointer(sinks)
-        self._shape.softcap = float(getattr(attention, "attn_logit_softcapping", None) or 0.0)
         self._describe_norms(described, block)
-        self._describe_attention(index, attention)
+        layout = layout_of(attention)
+        if layout is not None:
+            delta = describe_delta(attention, layout, spec.states, self._matrix, self._pointer)
+            self._kept.append(delta)
+            described.delta = ctypes.addressof(delta)
+            self._put(index, "output", attention.get_submodule(layout.output))
+            self._shape.mixing = max(self._shape.mixing, mixing_floats(delta))
+            self._shape.mixed = max(self._shape.mixed, described.output.in_)
+        else:
+            self._describe_attention(index, attention)
         mlp: Any = _submodule(block, "mlp")
         experts = _submodule(mlp, "experts")
         if experts is not None:
@@ -262,6 +223,8 @@ class SpanStep:
         elif _submodule(block, "pre_feedforward_layernorm") is not None:
             names |= {"attention_norm": "post_attention_layernorm", "output_norm": "pre_feedforward_layernorm"}
             names |= {"mlp_norm": "post_feedforward_layernorm"}
+        elif _submodule(block, "input_layernorm") is None:
+            names = {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
         names |= {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
         for field, path in names.items():
             norm = _submodule(block, path)
@@ -272,12 +235,18 @@ class SpanStep:
             bias = getattr(norm, "bias", None)
             if bias is not None:
                 setattr(described, field.replace("norm", "bias"), self._pointer(bias))
+            described.whole = described.whole or (field == "query_norm" and len(weight) != self._shape.head_dim)
             self._shape.eps = float(getattr(norm, "variance_epsilon", 0.0) or norm.eps)
-        if described.input_norm is None or described.output_norm is None:
+        first = [norm for norm in names if norm in ("input_norm", "output_norm", "attention_norm", "mlp_norm")]
+        if any(getattr(described, norm) is None for norm in first):
             raise Unsuitable("other norms")
 
     def _describe_attention(self, index: int, attention: Any) -> None:
         described = self._blocks[index]
+        described.scale = float(attention.scaling)
+        sinks = getattr(attention, "sinks", None)
+        described.sinks = None if sinks is None else self._pointer(sinks)
+        self._shape.softcap = float(getattr(attention, "attn_logit_softcapping", None) or 0.0)
         together = _submodule(attention, "qkv_proj") or _submodule(attention, "c_attn")
         narrow = self._shape.kv_heads * self._shape.head_dim
         if together is not None:
@@ -309,7 +278,7 @@ class SpanStep:
         router = _submodule(mlp, "gate") or mlp.router
         ups, downs = self._expert_matrices(experts)
         described.experts = len(ups)
-        described.router = Matrix(_FORM_F32, *router.weight.shape, router.weight.shape[1], self._pointer(router.weight))
+        described.router = Matrix(FORM_F32, *router.weight.shape, router.weight.shape[1], self._pointer(router.weight))
         if getattr(router, "bias", None) is not None:
             described.router.bias = self._pointer(router.bias)
         favours = getattr(router, "e_score_correction_bias", None)
@@ -343,9 +312,11 @@ class SpanStep:
 
     def _describe_shared(self, described: Block, mlp: Any) -> None:
         """The expert that all tokens share, if there is one."""
-        shared = _submodule(mlp, "shared_experts")
+        shared = _submodule(mlp, "shared_experts") or _submodule(mlp, "shared_expert")
         if shared is None:
             return
+        gate = _submodule(mlp, "shared_expert_gate")
+        described.shared = None if gate is None else self._pointer(gate.weight)
         described.gate, described.up = self._matrix(shared.gate_proj), self._matrix(shared.up_proj)
         described.down = self._matrix(shared.down_proj)
         self._shape.inner = max(self._shape.inner, described.up.out)
@@ -364,7 +335,7 @@ class SpanStep:
 
     def _float_experts(self, experts: Any) -> tuple[list[Matrix], list[Matrix]]:
         stacks = [getattr(experts, name) for name in expert_stacks(experts)]
-        form = _FORM_F32_COLUMNS if experts.is_transposed else _FORM_F32
+        form = FORM_F32_COLUMNS if experts.is_transposed else FORM_F32
         found: list[list[Matrix]] = []
         for stack in stacks:
             across = stack.shape[2]
@@ -382,10 +353,10 @@ class SpanStep:
         if isinstance(module, QuantisedLinear):
             matrix = self._tiled(module.matrix)
         elif isinstance(module, nn.Linear) and module.in_features % LANES == 0:
-            matrix = Matrix(_FORM_F32, module.out_features, module.in_features, module.in_features)
+            matrix = Matrix(FORM_F32, module.out_features, module.in_features, module.in_features)
             matrix.codes = self._pointer(module.weight)
         elif isinstance(module, Conv1D) and module.nf % LANES == 0:
-            matrix = Matrix(_FORM_F32_COLUMNS, module.nf, module.nx, module.nf, self._pointer(module.weight))
+            matrix = Matrix(FORM_F32_COLUMNS, module.nf, module.nx, module.nf, self._pointer(module.weight))
         else:
             raise Unsuitable("weights in another form")
         if module.bias is not None:
@@ -405,15 +376,19 @@ class SpanStep:
         self._kept.append(tensor)
         return tensor.data_ptr()
 
-    def _check(self, spec: BlockCacheSpec) -> None:
+    def _check(self, specs: Sequence[BlockCacheSpec]) -> None:
         """That the sizes fit together, and are whole vectors."""
-        shape, first = self._shape, self._blocks[0]
-        shape.heads = first.query.out // spec.key_dim
-        wide, narrow, hidden = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
+        shape = self._shape
+        attending = (described for described in self._blocks if not described.delta)
+        wide = next((described.output.in_ for described in attending), shape.head_dim)
+        shape.heads = wide // shape.head_dim
+        narrow, hidden = shape.kv_heads * shape.head_dim, shape.hidden
         for described in self._blocks:
-            expected = {
-                "query": (wide, hidden), "key": (narrow, hidden), "value": (narrow, hidden), "output": (hidden, wide)
-            }  # fmt: skip
+            expected = {"output": (hidden, described.output.in_ if described.delta else wide)}
+            shape.inner = max(shape.inner, described.output.in_, described.query.out if not described.delta else 0)
+            if not described.delta:
+                gated = described.query.out == 2 * wide
+                expected |= {"query": ((1 + gated) * wide, hidden), "key": (narrow, hidden), "value": (narrow, hidden)}
             if not described.experts:
                 inner = described.up.out
                 expected |= {"up": (inner, hidden), "down": (hidden, inner)}
@@ -425,7 +400,8 @@ class SpanStep:
                     raise Unsuitable("matrices of other shapes")
             if described.up.out % LANES:
                 raise Unsuitable("sizes that are no multiples of a vector")
-        if spec.key_dim != spec.value_dim or any(size % LANES for size in (hidden, shape.head_dim, shape.inner)):
+        unlike = any(spec.key_dim != spec.value_dim for spec in specs)
+        if unlike or any(size % LANES for size in (hidden, shape.head_dim, shape.inner)):
             raise Unsuitable("sizes that are no multiples of a vector")
         if shape.heads % shape.kv_heads:
             raise Unsuitable("heads that do not share keys evenly")

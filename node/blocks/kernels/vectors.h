@@ -136,6 +136,36 @@ static struct matrix layer(int64_t out, int64_t in, int64_t rounds, int with_bia
     return m;
 }
 
+/* A delta rule of any layout, and what it needs of `shape`. */
+static struct delta rule(int64_t hidden, int64_t rounds, struct shape *shape) {
+    const int64_t by_head = below(2), low = by_head ? 0 : below(2), key_heads = 1 << below(2), heads = key_heads << below(2);
+    const int64_t key_dim = 16 << below(2), value_dim = 16 << below(2), keys = key_heads * key_dim, values = heads * value_dim;
+    const int64_t decays = low ? key_dim : 1, sizes[] = {keys, keys, values, values, heads, heads * decays}, taps = 2 + below(3);
+    struct delta d = {.projections = (int32_t)(by_head ? 2 : 6 + low), .key_heads = (int32_t)key_heads, .heads = (int32_t)heads,
+                      .key_dim = (int32_t)key_dim, .value_dim = (int32_t)value_dim, .decays = (int32_t)decays, .taps = (int32_t)taps,
+                      .held = (int32_t)(taps - below(2)), .gate = below(2) ? ACTIVATION_SILU : ACTIVATION_LOGISTIC,
+                      .most = below(2) ? 1.0f : 2.0f, .eps = 1e-6f, .taps_of = floats((2 * keys + values) * taps, 0),
+                      .bias = below(2) ? floats(2 * keys + values, 0) : NULL, .rates = floats(heads, 0),
+                      .moved = floats(heads * decays, 0), .norm = floats(value_dim, 0)};
+    const int64_t groups = by_head ? key_heads : 1;
+    int64_t outs[PROJECTIONS] = {0}, all = 0;
+    if (low) outs[5] = 64;
+    for (int part = 0; part < PARTS_OF_DELTA; part++) {
+        const int number = by_head ? part / 4 : part + (low && part == PART_DECAY);
+        d.parts[part] = (struct values){number, (int32_t)outs[number], (int32_t)(sizes[part] / groups), 0};
+        outs[number] += sizes[part] / groups;
+    }
+    for (int part = 0; part < PARTS_OF_DELTA; part++) d.parts[part].pitch = (int32_t)outs[d.parts[part].projection];
+    for (int number = 0; number < d.projections; number++) {
+        d.of[number] = number == 6 ? 5 : -1;
+        d.projection[number] = layer(groups * outs[number], number == 6 ? 64 : hidden, rounds, 0);
+        all += groups * outs[number];
+    }
+    shape->mixing = (int32_t)most(shape->mixing, all + 2 * keys + 3 * values + heads * (1 + decays));
+    shape->mixed = (int32_t)most(shape->mixed, values), shape->inner = (int32_t)most(shape->inner, values);
+    return d;
+}
+
 /* So many tokens of each session, the first of which begins with a few at once, through two blocks of any family; how
  * many steps of a session that were. `narrow`: a quarter as wide, too narrow for scales of scales. */
 static int64_t steps(int64_t sessions, int64_t tokens, int64_t most_threads, int narrow) {
@@ -153,16 +183,37 @@ static int64_t steps(int64_t sessions, int64_t tokens, int64_t most_threads, int
                           .alpha = 1.702f, .limit = 7.0f};
     struct block blocks[BLOCKS];
     struct matrix expert[BLOCKS][12];
+    struct delta delta[BLOCKS];
+    float *states[SESSIONS][4 * BLOCKS];
+    const int64_t half = below(3) == 0, wide = heads * dim; /* queries with a gate */
+    int64_t attending = 0, mixing = 0;
+    if (half) shape.inner = (int32_t)most(shape.inner, 2 * wide);
     for (int index = 0; index < BLOCKS; index++) {
         struct block b = {.input_norm = floats(hidden, 0), .output_norm = floats(hidden, 0), .window = below(2) ? 0 : 8,
                           .experts = (int32_t)experts, .scale = 0.125f};
         if (biased) b.input_bias = floats(hidden, 0), b.output_bias = floats(hidden, 0);
-        if (below(2)) b.query_norm = floats(dim, 0), b.key_norm = floats(dim, 0);
+        b.whole = !half && below(4) == 0;
+        if (b.whole || below(2)) b.query_norm = floats(b.whole ? wide : dim, 0), b.key_norm = floats(b.whole ? kv * dim : dim, 0);
         if (below(2)) b.sinks = floats(heads, 0);
         if (below(2)) b.attention_norm = floats(hidden, 0), b.mlp_norm = floats(hidden, 0);
-        b.query = layer(heads * dim, hidden, rounds, (int)biased), b.key = layer(kv * dim, hidden, rounds, (int)biased);
-        b.value = layer(kv * dim, hidden, rounds, (int)biased), b.output = layer(hidden, heads * dim < 256 ? 256 : heads * dim, rounds, 0);
-        b.output = heads * dim < 256 ? matrix(FORM_F32, hidden, heads * dim, 0, 0) : b.output;
+        if (below(4) == 0) b.input_norm = b.output_norm = NULL;
+        b.query = layer((1 + half) * wide, hidden, rounds, (int)biased), b.key = layer(kv * dim, hidden, rounds, (int)biased);
+        b.value = layer(kv * dim, hidden, rounds, (int)biased);
+        if (below(3)) attending++;
+        else {
+            delta[index] = rule(hidden, rounds, &shape), b.delta = delta + index;
+            const int64_t values = b.delta->heads * b.delta->value_dim;
+            const int64_t channels = 2 * b.delta->key_heads * b.delta->key_dim + values;
+            for (int64_t r = 0; r < sessions; r++) {
+                float **own = states[r] + 4 * mixing;
+                own[0] = own[1] = memory(channels * b.delta->held * sizeof(float));
+                own[2] = r ? memory(values * b.delta->key_dim * sizeof(float)) : NULL;
+                own[3] = r ? own[2] : memory(values * b.delta->key_dim * sizeof(float));
+            }
+            mixing++;
+        }
+        const int64_t mixed = b.delta ? b.delta->heads * b.delta->value_dim : wide;
+        b.output = mixed < 256 ? matrix(FORM_F32, hidden, mixed, 0, 0) : layer(hidden, mixed, rounds, 0);
         b.output.rounds = rounds;
         if (experts) {
             b.router = matrix(FORM_F32, experts, hidden, 0, 0);
@@ -178,13 +229,14 @@ static int64_t steps(int64_t sessions, int64_t tokens, int64_t most_threads, int
         if (!experts || shared_one) {
             if (gated) b.gate = layer(inner, hidden, rounds, 0);
             b.up = layer(inner, hidden, rounds, 0), b.down = layer(hidden, inner, rounds, 0);
+            if (experts && below(2)) b.shared = floats(hidden, 0);
         }
         blocks[index] = b;
     }
     struct row rows[SESSIONS];
     for (int r = 0; r < sessions; r++)
-        rows[r] = (struct row){.memory = memory(BLOCKS * 2 * kv * LONGEST * key_bytes((int32_t)held, dim)), .batch = 1,
-                               .max_length = LONGEST, .padding = r ? 2 : 0};
+        rows[r] = (struct row){.memory = memory(most(attending, 1) * 2 * kv * LONGEST * key_bytes((int32_t)held, dim)), .batch = 1,
+                               .max_length = LONGEST, .padding = r ? 2 : 0, .states = states[r]};
     const int64_t threads = 1 + below(most_threads), most_scores = most(heads * LONGEST, (PROMPT + 1) * (experts + 1)) + LANES;
     float *scratch = floats(petalnode_step_scratch(&shape, PROMPT, most_scores, threads) + LANES, 0);
     int64_t counts[2] = {0, 0};
@@ -198,12 +250,13 @@ static int64_t steps(int64_t sessions, int64_t tokens, int64_t most_threads, int
         for (int64_t i = 0; i < turned / 2; i++) frequencies[i] = bits_float(float_bits(frequencies[i]) & 0x7fffffffu) / 4.0f;
         for (int64_t r = 0; r < number; r++) positions[r] = below(1 << (3 + below(17)));
         petalnode_rotary(frequencies, turned / 2, 1.0f, positions, number, cosines, sines);
-        struct step step = {.shape = &shape, .blocks = blocks, .rows = token ? rows : prompt, .several = !token, .count = BLOCKS, .number = number,
+        struct step step = {.shape = &shape, .blocks = blocks, .rows = token ? rows : prompt, .several = token ? 0 : PROMPT, .count = BLOCKS, .number = number,
                             .score_count = most_scores, .cosines = cosines, .sines = sines, .hidden = hidden_rows, .counts = counts,
                             .scratch = scratch};
         petalnode_step(&step, threads);
         look_at(hidden_rows, number * hidden);
         for (int64_t r = 0; r < sessions; r++) rows[r].length += token ? 1 : r ? 0 : PROMPT;
+        for (int64_t index = 0; index < mixing; index++) states[0][4 * index + 2] = states[0][4 * index + 3];
     }
     forget(0);
     return 1 + (tokens - 1) * sessions;

@@ -81,7 +81,6 @@ INLINE void totals_avx2(const V_avx2 *v, float scale, float *into) {
 #define PANEL_OUTPUTS 1
 #include "products.h"
 #include "step.h"
-#include "recurrent.h"
 
 #define BYTES avx2
 typedef I_avx2 B_avx2;
@@ -214,7 +213,6 @@ INLINE void totals_avx512(const V_avx512 *v, float scale, float *into) {
 #define PANEL_OUTPUTS 4
 #include "products.h"
 #include "step.h"
-#include "recurrent.h"
 
 #define BYTES avx512
 typedef __m512i B_avx512;
