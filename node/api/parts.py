@@ -171,9 +171,9 @@ def stop_strings(fields: Fields, name: str) -> tuple[str, ...]:
     return stop
 
 
-def positive(fields: Fields, name: str, default: float = 1.0) -> float:
-    """A number above 0, at most 1. Raises ApiError."""
-    value = fields.number(name, default, 0, 1)
+def positive(fields: Fields, name: str) -> float:
+    """A number above 0, at most 1, which it is unless given. Raises ApiError."""
+    value = fields.number(name, 1.0, 0, 1)
     if value == 0:
         raise fields.wrong(name, "0 leaves no token: for greedy decoding set temperature to 0")
     return value

@@ -99,10 +99,10 @@ def _quicker_up_to(weights: list[torch.Tensor]) -> int:
     return 0
 
 
-def best_time(work: Callable[[], object], repeats: int = 3) -> float:
+def best_time(work: Callable[[], object]) -> float:
     """Seconds of the quickest of a few runs: what else goes on can only make it slower."""
     best = float("inf")
-    for _ in range(repeats):
+    for _ in range(3):
         started = time.perf_counter()
         work()
         best = min(best, time.perf_counter() - started)

@@ -139,8 +139,9 @@ def histogram(name: str, text: str, values: Distribution) -> Metric:
     return HistogramMetricFamily(name, text, buckets=buckets(values.bounds, values.buckets), sum_value=values.total)
 
 
-def histograms(name: str, text: str, label: str, values: Mapping[str, Distribution]) -> Metric:
-    family = HistogramMetricFamily(name, text, labels=[label])
+def histograms(name: str, text: str, values: Mapping[str, Distribution]) -> Metric:
+    """By kind."""
+    family = HistogramMetricFamily(name, text, labels=["kind"])
     for key, value in values.items():
         family.add_metric([key], buckets(value.bounds, value.buckets), value.total)
     return family
@@ -325,13 +326,11 @@ def _work(tallies: ServerTallies) -> Iterator[Metric]:
     yield histograms(
         "petalnode_server_queue_seconds",
         "From a step's arrival to the turn in which it began.",
-        "kind",
         {kind: steps.queue for kind, steps in kinds.items()},
     )
     yield histograms(
         "petalnode_server_compute_seconds",
         "Time of a step on the device.",
-        "kind",
         {kind: steps.compute for kind, steps in kinds.items()},
     )
     yield counter("petalnode_server_sessions_opened", "Sessions that were granted.", tallies.sessions_opened)

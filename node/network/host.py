@@ -46,15 +46,15 @@ _CLOSING: Final = 2.0  # seconds for closing all connections
 ByteHandler = Callable[[StreamBytes, str], Awaitable[None]]
 
 
-def quiet_logs(level: int = logging.CRITICAL) -> None:
+def quiet_logs() -> None:
     """Silences libp2p, which resets its logger at import and logs every lost stream as an error.
 
     Part of it logs to the root logger, which in passing installs a handler there.
     """
-    logging.getLogger("libp2p").setLevel(level)
+    logging.getLogger("libp2p").setLevel(logging.CRITICAL)
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if name.startswith("libp2p.") and isinstance(logger, logging.Logger):
-            logger.setLevel(level)  # some set their own
+            logger.setLevel(logging.CRITICAL)  # some set their own
     root = logging.getLogger()
     if not root.handlers:
         root.addHandler(logging.NullHandler())

@@ -39,9 +39,8 @@ class History(Database):
 
     NAME = "history"
 
-    def __init__(self, file: Path, most: int = MAX_VERDICTS) -> None:
+    def __init__(self, file: Path) -> None:
         super().__init__(file, _SCHEMA)
-        self._most = most
 
     def add(self, model_version: bytes, verdict: Verdict, now: float | None = None) -> None:
         """Adds a verdict, and removes the oldest of too many."""
@@ -52,7 +51,7 @@ class History(Database):
             with self._database:
                 self._database.execute(f"INSERT INTO verdicts VALUES (NULL{', ?' * len(row)})", row)
                 self._database.execute(
-                    "DELETE FROM verdicts WHERE number <= (SELECT MAX(number) FROM verdicts) - ?", (self._most,)
+                    "DELETE FROM verdicts WHERE number <= (SELECT MAX(number) FROM verdicts) - ?", (MAX_VERDICTS,)
                 )
         except sqlite3.Error as error:
             raise self._unusable(error) from error

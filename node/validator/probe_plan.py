@@ -106,14 +106,13 @@ def whole_round(
     random: Random,
     *,
     targets: Collection[str] | None = None,
-    kinds: Collection[Kind] = ("chat", *TRAINING),
 ) -> list[Probe]:
     """Probes after which every server has answered for each of its blocks, in conversations and trainings of each kind.
 
     With `targets` only these servers have to be among them.
     """
     probes: list[Probe] = []
-    for kind in kinds:
+    for kind in ("chat", *TRAINING):
         left = {server.peer_id: server for server in servers if targets is None or server.peer_id in targets}
         while left:
             target = left[random.choice(sorted(left))]

@@ -58,20 +58,20 @@ def stored_values(file: Path, tensor: GgufTensor) -> np.ndarray:
     import numpy as np
 
     values = np.empty((row_count(tensor), tensor.shape[-1]), np.float32)
-    open_rows(file, tensor, 0, len(values), values)
+    open_rows(file, tensor, values)
     return values.reshape(tensor.shape)
 
 
-def open_rows(file: Path, tensor: GgufTensor, first: int, last: int, values: np.ndarray) -> None:
-    """Puts the float32 values of rows `first` .. `last` - 1 into `values`, a piece at a time.
+def open_rows(file: Path, tensor: GgufTensor, values: np.ndarray) -> None:
+    """Puts the float32 values of all rows into `values`, a piece at a time.
 
     Raises:
         ModelError: as `stored_rows`; the installed `gguf` package cannot dequantise this kind.
     """
     step = max(1, _PIECE_BYTES * row_count(tensor) // tensor.nbytes)
-    for place in range(first, last, step):
-        end = min(place + step, last)
-        values[place - first : end - first] = _opened(file, tensor.kind, stored_rows(file, tensor, place, end))
+    for place in range(0, len(values), step):
+        end = min(place + step, len(values))
+        values[place:end] = _opened(file, tensor.kind, stored_rows(file, tensor, place, end))
 
 
 def _opened(file: Path, kind: str, rows: np.ndarray) -> Any:

@@ -143,7 +143,7 @@ class GgufWeights:
         found = np.empty((order.size, sources[0][1].shape[-1]), np.float32)
         place = 0
         for file, tensor in sources:
-            open_rows(file, tensor, 0, row_count(tensor), found[place : place + row_count(tensor)])
+            open_rows(file, tensor, found[place : place + row_count(tensor)])
             place += row_count(tensor)
         rows = order.reshape(-1)
         if not bool((np.diff(rows) == 1).all()):
