@@ -247,10 +247,15 @@ class BlockSizes:
 
 
 def block_sizes(
-    folder: Path, dtype: str, quantisation: Quantisation, kernels: Kernels = "torch", device: str = "cpu"
+    folder: Path,
+    dtype: str,
+    quantisation: Quantisation,
+    kernels: Kernels = "torch",
+    device: str = "cpu",
+    stored_block: int = 0,
 ) -> BlockSizes:
     """The sizes of the blocks of the model in `folder`. Only the configuration has to be there, and of GGUF files the
-    headers.
+    headers; or else `stored_block`, the bytes of a block in such a file.
 
     Raises:
         ModelError, BadInput: as `open_skeleton`.
@@ -269,6 +274,8 @@ def block_sizes(
         whole.append(sum(value.nbytes for value in values))
         if scheme is not None:
             held.append(planned_bytes(scheme, block, native=native is not None))
+        elif stored is None and native is not None and stored_block:
+            held.append(stored_block)
         elif stored is None:
             held.append(sum(held_bytes(quantisation, tuple(value.shape), value.nbytes) for value in values))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.swarm import announcers
@@ -75,3 +76,19 @@ def test_a_person_who_says_no_has_nothing_done(shared_swarm: SharedSwarm, node_s
         screen.until("nothing was done")
         assert screen.exit_code() == 0
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_memory_of_a_model_nobody_hands_on(tmp_path: Path) -> None:
+    """An alias comes with its weights, and nothing is fetched before a yes."""
+    with announcers.Nodes() as nodes:
+        server = nodes.start(blocks=[0, 15], num_blocks=30, model_name="smollm2").ready()
+        env = environment(tmp_path)
+        (made,) = petalnode("invite", "--json", "--peer", server.addr, env=env).objects
+        with terminal("join", made["link"], "--num-blocks", "15", env=env, cwd=tmp_path) as screen:
+            screen.until("Connect to them? [y/N] ")
+            screen.type("y\n")
+            said = " ".join(screen.until("Go on? [y/N] ").split())
+            assert "15 blocks, as it looks now 15:30" in said and "at least 94 MiB will be fetched" in said
+            assert re.search(r"the server will take \d+ MiB of memory", said), said
+            screen.type("n\n")
+            assert screen.exit_code() == 0

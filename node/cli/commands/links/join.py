@@ -6,6 +6,8 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import trio
@@ -19,7 +21,7 @@ from ....links.making import rank
 from ....models import ModelFolder, Need, resolve, split_version
 from ....models.cache_dir import size
 from ....models.progress import no_progress
-from ....models.sources.alias import ALIASES
+from ....models.sources.alias import ALIASES, alias_configuration
 from ....network.nat.relay import RelayLimits
 from ....placement.joining import span_for_newcomer, why_join
 from ....placement.observed import observe_servers
@@ -102,7 +104,8 @@ def join(
     prompt = question(wishes.prompt) if wishes.chat and (wishes.prompt or not sys.stdin.isatty()) else None
     _say_link(output, invite, text)
     _ask("Connect to them", wishes, output)
-    prospect = trio.run(_look, join, wishes, output)
+    with TemporaryDirectory() as scratch:
+        prospect = trio.run(_look, scratch, join, wishes, output)
     _say_prospect(output, prospect)
     _ask("Go on", wishes, output)
     if wishes.chat:
@@ -166,8 +169,8 @@ def _say_link(output: Output, invite: Invite, text: str) -> None:
     output.say("these nodes will learn this machine's address; nothing is fetched yet but what they say of the model")
 
 
-async def _look(join: JoinOptions, wishes: JoinWishes, output: Output) -> Prospect:
-    """Asks the swarm what is served, and finds out what that means for this machine.
+async def _look(scratch: str, join: JoinOptions, wishes: JoinWishes, output: Output) -> Prospect:
+    """Asks the swarm what is served, and finds out what that means for this machine. `scratch` is an empty folder.
 
     Raises:
         PetalnodeError: the swarm, or the model, cannot be had, or this machine cannot serve it.
@@ -184,27 +187,29 @@ async def _look(join: JoinOptions, wishes: JoinWishes, output: Output) -> Prospe
                 "MODEL to `petalnode chat` or `serve`, with the link as --peer"
             )
         version, (name, num_blocks) = next(iter(fitting.items()))
-        folder, remote = await _configuration(swarm, asked, output)
-        if folder is not None and folder.num_blocks != num_blocks:
+        folder, remote = await _configuration(swarm, asked, scratch, output)
+        if folder.num_blocks != num_blocks:
             raise ModelError(f"{name} has {folder.num_blocks} blocks here, and {num_blocks} in the swarm: not the same")
         servers = [one for one in view.servers(version, now=time.time()) if is_online(one, num_blocks)]
         found = Prospect(f"{split_version(asked)[0]}@{version.hex()[:16]}", num_blocks, len(servers))
         if wishes.chat:
             return replace(found, fetch=_missing(asked, remote, "client"))
         options = ServerOptions(asked, num_blocks=wishes.count, device=wishes.device, kernels="auto")
-        sizing = None if folder is None else await trio.to_thread.run_sync(plan_memory, folder, options)
-        count = sizing.count if sizing is not None else wishes.count or num_blocks
+        alias = ALIASES.get(split_version(asked)[0])
+        stored = 0 if alias is None else alias.block_bytes
+        sizing = await trio.to_thread.run_sync(plan_memory, folder, options, stored)
         seen = observe_servers(swarm.view.servers(version, now=time.time()), num_blocks, swarm.peer_id)
-        policy = DEFAULT if folder is None else replace(DEFAULT, boundaries=folder.boundaries)
-        span = span_for_newcomer(seen.servers, swarm.peer_id, None, count, num_blocks, policy=policy)
+        policy = replace(DEFAULT, boundaries=folder.boundaries)
+        span = span_for_newcomer(seen.servers, swarm.peer_id, None, sizing.count, num_blocks, policy=policy)
         reason = why_join(seen.servers, span, num_blocks)
-        memory = 0 if sizing is None else sizing.nbytes
-        return replace(found, span=span, reason=reason, fetch=_missing(asked, remote, span), memory=memory)
+        return replace(found, span=span, reason=reason, fetch=_missing(asked, remote, span), memory=sizing.nbytes)
 
 
-async def _configuration(swarm: Swarm, asked: str, output: Output) -> tuple[ModelFolder | None, RemoteModel | None]:
+async def _configuration(
+    swarm: Swarm, asked: str, scratch: str, output: Output
+) -> tuple[ModelFolder, RemoteModel | None]:
     """(the model's folder, with its configuration; what peers hand on of it). The person has not agreed to more than
-    some kilobytes: an alias, whose configuration comes with its weights, is left for later.
+    some kilobytes: what is known of an alias without its file goes into the folder `scratch`.
 
     Raises:
         ModelError, SwarmError, MachineError: the configuration cannot be had.
@@ -217,7 +222,7 @@ async def _configuration(swarm: Swarm, asked: str, output: Output) -> tuple[Mode
     if remote is not None:
         return await remote.fetch("config", no_progress), remote
     if split_version(asked)[0] in ALIASES:
-        return None, None
+        return alias_configuration(split_version(asked)[0], Path(scratch)), None
     return await model_folder(asked, output, need="config"), None
 
 
@@ -259,8 +264,7 @@ def _say_prospect(output: Output, prospect: Prospect) -> None:
         )
         return
     output.say(f"this machine would serve {len(span)} blocks, as it looks now {span}: {prospect.reason}")
-    takes = f"will take {size(prospect.memory)} of memory" if prospect.memory else "says what memory it takes"
-    output.say(f"{fetch}{whence}; the server {takes}, and runs until Ctrl-C")
+    output.say(f"{fetch}{whence}; the server will take {size(prospect.memory)} of memory, and runs until Ctrl-C")
     output.say(
         "others see this machine's address, and send it hidden states, from which much of their text can be told; they "
         "see nothing of your files (docs/privacy.md)"
