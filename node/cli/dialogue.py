@@ -18,7 +18,7 @@ import typer
 from ..client.chat import ChatMessage, Dialogue, SavedChat, Text, fit, read_dialogue
 from ..client.deadlines import DEADLINES
 from ..errors import BadInput, ExitCode, MachineError, PetalnodeError, unwrapped
-from .conversation.answers import PlainAnswer, answer_on
+from .conversation.answers import PlainAnswer, answer_on, show_answer
 from .conversation.kept import asked_so_far, copy, save_dialogue
 from .conversation.reader import read_question
 from .conversation.settings import changed, described, repeats
@@ -133,15 +133,23 @@ class Chatter:
         if self.saved is not None and self.saved.dialogue.turns:
             self.dialogue, self.unfinished = self.saved.dialogue, self.saved.unfinished
 
+    def show_past(self) -> None:
+        """What was said in an earlier run, as it looked there."""
+        for turn in self.dialogue.turns:
+            if turn.role == "assistant":
+                show_answer(self.output, turn.content)
+            else:
+                self.output.say(f"\n> {turn.content}" if turn.role == "user" else f"(system prompt: {turn.content})")
+        if self.dialogue.questions:
+            self.output.say("")
+
     async def loop(self, model_name: str) -> str | None:
         """Answers what is typed, until the end; or to the model that is to go on, which this returns."""
         self.output.say(f"Talking to {model_name}. {_HELP}", style="dim")
         if self.dialogue.questions:
             self.output.say(f"(going on after {asked_so_far(self.dialogue)}; /new starts over)", style="dim")
         if self.unfinished:
-            _, question, answer = self.dialogue.without_newest()
-            self.output.say(f"(the last question was not answered to the end; /retry asks it again)\n> {question}")
-            self.output.say(answer)
+            self.output.say("(the last question was not answered to the end; /retry asks it again)")
         self._reader = reader = self.reader or LineReader()
         with reader:
             if self.notice is not None and not await self.notice.permits(reader):

@@ -133,11 +133,13 @@ def test_pastes_and_typed_ahead_lines_are_own_questions(
     with terminal("chat", "--peer", shared_swarm.peer, "--resume", env=env, cwd=shared_swarm.models) as chat:
         assert "first line second line" in chat.until("which one? [1-1] ")
         chat.type("1\n")
-        chat.until("going on after 2 questions")
+        past = chat.until("going on after 2 questions").replace("\r", "")
+        assert "> first line\nsecond line\n" in past and "> in\na block\n" in past
         ready(chat)
         chat.type("\x1b[A")
         chat.until("a block")
         chat.type(CTRL_C + CTRL_D)
+        chat.until("--resume` goes on with it")
         assert chat.exit_code() == 0
     # A script goes on with it, too.
     outcome = petalnode(

@@ -247,13 +247,16 @@ def test_conversations_are_kept_newest_first_within_bounds(tmp_path: Path, monke
     with kept_chat(None):
         pass  # nobody asked anything
     (tmp_path / "chats" / "broken.json").write_text("{")
-    found = kept_chats(tmp_path / "chats")
+    found, damaged = kept_chats(tmp_path / "chats")
     assert [chat.title for chat in found] == ["question 3", "question 2"]
+    assert damaged == [tmp_path / "chats" / "broken.json"]
     assert len(list((tmp_path / "chats").glob("*.lock"))) <= 3
     assert "tiny, 2 questions: question 3" in listed(found)[0]
     with kept_chat(found[1].path) as (saved, path):
         assert saved.dialogue.questions == 2 and path == found[1].path
     long = replace(found[0], saved=chat_of("word\n" * 100))
+    assert "  org/tiny, 1 q" in listed([replace(long, saved=chat_of("?", model="org/tiny"))])[0]
+    assert "  tiny.gguf, 1 q" in listed([replace(long, saved=chat_of("?", model=str(tmp_path / "tiny.gguf")))])[0]
     assert len(long.title) == kept.KEPT.title and long.title.endswith("…")
 
 

@@ -77,6 +77,8 @@ def chat_with(model: str | None, options: ChatOptions, join: JoinOptions) -> Non
         # Servers are not told that it is the same person as then.
         saved = replace(saved, identity=Identity.generate(), model=model or saved.model)
         trio.run(run_chat, model or saved.model or None, options, join, OpenChat(saved, file, False))
+        if options.prompt is None and file.exists():
+            Output(join.json).say("(kept: `petalnode chat --resume` goes on with it)", style="dim")
 
 
 def _kept(number: int, output: Output) -> KeptChat:
@@ -85,7 +87,9 @@ def _kept(number: int, output: Output) -> KeptChat:
     Raises:
         BadInput: there is none.
     """
-    chats = kept_chats(kept_folder())
+    chats, damaged = kept_chats(kept_folder())
+    for path in damaged:
+        output.warn(f"{path} is no conversation (any more), and is left out: remove it, or bring it back from a copy")
     if not chats:
         raise BadInput("no conversation was kept yet: `petalnode chat` keeps those at a terminal")
     if not number:

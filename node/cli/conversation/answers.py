@@ -154,7 +154,18 @@ class _Tail:
             yield Segment.line()
 
 
+def _is_drawn(output: Output) -> bool:
+    return not output.as_json and output.console.is_terminal and not output.console.is_dumb_terminal
+
+
 def answer_on(output: Output) -> PlainAnswer:
     """What writes the next answer."""
-    drawn = not output.as_json and output.console.is_terminal and not output.console.is_dumb_terminal
-    return MarkdownAnswer(output) if drawn else PlainAnswer(output)
+    return MarkdownAnswer(output) if _is_drawn(output) else PlainAnswer(output)
+
+
+def show_answer(output: Output, text: str) -> None:
+    """A whole answer, as `answer_on` leaves it on the screen."""
+    if _is_drawn(output):
+        output.table(markdown(text))
+    else:
+        output.say(text)

@@ -56,13 +56,17 @@ def kept_folder() -> Path:
     return data_folder() / "chats"
 
 
-def kept_chats(folder: Path) -> list[KeptChat]:
-    """Those of `folder`, the newest first; what cannot be read is left out."""
-    found = []
+def kept_chats(folder: Path) -> tuple[list[KeptChat], list[Path]]:
+    """(those of `folder`, the newest first; files there that are none)."""
+    found, damaged = list[KeptChat](), list[Path]()
     for path in _newest(folder)[: KEPT.shown]:
-        with suppress(BadInput, OSError):
+        try:
             found.append(KeptChat(path, path.stat().st_mtime, SavedChat.read(path)))
-    return [chat for chat in found if chat.saved.dialogue.questions]
+        except FileNotFoundError:
+            continue  # it was one too many just now
+        except (BadInput, OSError):
+            damaged.append(path)
+    return [chat for chat in found if chat.saved.dialogue.questions], damaged
 
 
 def _newest(folder: Path) -> list[Path]:
@@ -139,6 +143,11 @@ def listed(chats: Sequence[KeptChat]) -> list[str]:
     """A line for each, with its number."""
     return [
         f"{number:3}  {time.strftime('%Y-%m-%d %H:%M', time.localtime(chat.when))}  "
-        f"{chat.saved.model or 'a model'}, {asked_so_far(chat.saved.dialogue)}: {chat.title}"
+        f"{_short(chat.saved.model) or 'a model'}, {asked_so_far(chat.saved.dialogue)}: {chat.title}"
         for number, chat in enumerate(chats, 1)
     ]
+
+
+def _short(model: str) -> str:
+    """A folder or file by its own name; a model of a hub keeps its owner's."""
+    return Path(model).name if Path(model).is_absolute() else model

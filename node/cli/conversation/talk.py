@@ -114,7 +114,7 @@ def _picture_in(file: Path) -> Picture:
 
 
 def _earlier_questions() -> list[str]:
-    turns = (turn for chat in reversed(kept_chats(kept_folder())) for turn in chat.saved.dialogue.turns)
+    turns = (turn for chat in reversed(kept_chats(kept_folder())[0]) for turn in chat.saved.dialogue.turns)
     return [turn.content for turn in turns if turn.role == "user"]
 
 
@@ -204,6 +204,8 @@ class Talk:
                         await chatter.notice.permits()
                     await chatter.answer(options.prompt)
                     return None
+                if self.before is None:
+                    chatter.show_past()
                 wanted = await chatter.loop(folder.name)
                 self.before = chatter
                 if self.kept is not None and chatter.saved is not None:
