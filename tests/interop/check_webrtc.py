@@ -7,7 +7,7 @@ import socket
 import struct
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import trio
 from aioice import stun
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
 from multiaddr import Multiaddr
 from OpenSSL import SSL
 from transformers import AutoTokenizer
@@ -25,6 +27,7 @@ from petalnode.crypto.swarm_key import make_swarm_key
 from petalnode.node.network.host import Host, open_host
 from petalnode.node.network.transport.stream_bytes import StreamBytes
 from petalnode.node.network.transport.webrtc.association import WEBRTC
+from petalnode.node.network.transport.webrtc.listener import certificate_of
 from tests.greedy import prompt
 from tests.interop.built import BUILT, NODE, built
 from tests.interop.check_browsers import PROGRAMS, Page
@@ -167,15 +170,32 @@ async def test_an_endless_sender_costs_itself_one_stream(tmp_path: Path) -> None
 class Stranger:
     """Who begins to shake hands, from an address of its own."""
 
-    def __init__(self, host: Host, address: str) -> None:
+    def __init__(self, host: Host, address: str, alpn: Sequence[bytes] = ()) -> None:
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.socket.bind((address, 0))
         self.socket.connect(("127.0.0.1", port_of(host)))
         self.socket.settimeout(5)
         context = SSL.Context(SSL.DTLS_METHOD)
         context.set_max_proto_version(0xFEFD)
+        if alpn:
+            context.set_alpn_protos(list(alpn))
         self.ssl = SSL.Connection(context)
         self.ssl.set_connect_state()
+
+    def shake_hands(self, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> int:
+        """DTLS to its end, each record in a datagram of its own; how many the first flight had."""
+        self.ssl.use_certificate(certificate)
+        self.ssl.use_privatekey(key)
+        flights = []
+        for _ in range(100):
+            with suppress(SSL.WantReadError):
+                self.ssl.do_handshake()
+                break
+            with suppress(SSL.WantReadError):
+                flights.append([self.socket.send(record) for record in records_of(self.ssl.bio_read(1 << 16))])
+            self.listen()
+        assert self.ssl.get_cipher_name() is not None
+        return len(flights[0])
 
     def speak(self) -> None:
         """The next words of DTLS."""
@@ -192,10 +212,26 @@ class Stranger:
         return data
 
 
+def records_of(flight: bytes) -> Iterator[bytes]:
+    """The records of DTLS in what a side has to send, each with its header of 13 bytes."""
+    while flight:
+        size = 13 + int.from_bytes(flight[11:13], "big")
+        yield flight[:size]
+        flight = flight[size:]
+
+
 def question(user: str, password: str) -> bytes:
     asked = stun.Message(stun.Method.BINDING, stun.Class.REQUEST, attributes={"USERNAME": f"{user}:them"})
     asked.add_message_integrity(password.encode())
     return bytes(asked)
+
+
+async def test_a_hello_in_pieces_is_understood() -> None:
+    """As browsers' with a post-quantum key, which is too large for one datagram."""
+    async with listening() as host:
+        long = Stranger(host, "127.0.0.2", [b"x" * 250] * 8)
+        pieces = await trio.to_thread.run_sync(long.shake_hands, *certificate_of(bytes(32)))
+        assert pieces > 1
 
 
 async def test_half_open_handshakes_take_no_places(tmp_path: Path) -> None:
@@ -302,8 +338,8 @@ def test_what_cannot_be_listened_at_is_told(node_starter: Nodes, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("kind", "arguments"),
-    [("chromium", ()), ("chromium", (FORBIDDEN,))],
-    ids=["Chromium", "Chromium with the second version"],
+    [("chromium", ()), ("chromium", (FORBIDDEN,)), ("firefox", ())],
+    ids=["Chromium", "Chromium with the second version", "Firefox"],
 )
 def test_browsers_reach_servers_without_domain(tmp_path: Path, kind: str, arguments: Sequence[str]) -> None:
     """The second version is spoken where the browser forbids what the first one does."""

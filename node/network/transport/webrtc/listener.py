@@ -15,6 +15,7 @@ import os
 import socket
 import struct
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -41,16 +42,19 @@ from .connection import Source, WebRtcConnection
 log = logging.getLogger(__name__)
 
 _VERSIONS: Final = ("libp2p+webrtc+v1/", "libp2p+webrtc+v2/")
-_DTLS_1_2: Final = 0xFEFD
+_HELLO: Final = bytes.fromhex(f"16feff{0:016x}0036 01{42:06x}{0:010x}{42:06x} fefd{0:064x} 00 00 0002c02b 0100")
+"""A record with a ClientHello of DTLS 1.2 without a cookie."""
 
 
 def certificate_of(seed: bytes) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     """A key of P-256 and its certificate, always the same ones for the seed of an identity."""
-    material = HKDF(SHA256(), 48, salt=None, info=b"petalnode/webrtc/1").derive(seed)
+    material = HKDF(SHA256(), 64, salt=None, info=b"petalnode/webrtc/1").derive(seed)
     order = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-    key = ec.derive_private_key(int.from_bytes(material, "big") % (order - 1) + 1, ec.SECP256R1())
+    key = ec.derive_private_key(int.from_bytes(material[:48], "big") % (order - 1) + 1, ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "WebRTC")])
-    builder = x509.CertificateBuilder(name, name, key.public_key(), serial_number=1)
+    # Firefox refuses a second certificate with the name and the number of another one.
+    serial = int.from_bytes(material[48:], "big") + 1
+    builder = x509.CertificateBuilder(name, name, key.public_key(), serial_number=serial)
     # Browsers look at the fingerprint alone.
     builder = builder.not_valid_before(datetime(2020, 1, 1, tzinfo=UTC)).not_valid_after(
         datetime(2120, 1, 1, tzinfo=UTC)
@@ -78,46 +82,59 @@ def answer_to(data: bytes, source: Source) -> bytes | None:
 
 
 class Cookies:
-    """Takes the first words of DTLS, and keeps nothing of who says them."""
+    """Takes the first words of DTLS, and keeps nothing of who says them.
+
+    A hello with a post-quantum key comes in two datagrams. OpenSSL's `DTLSv1_listen` refuses pieces. So the cookie,
+    which stands in the first one, is looked at here. Behind it OpenSSL is shown a hello of ours: it asks for a cookie,
+    which nobody is sent, and then waits for the hello with one, in as many pieces as it has.
+    """
 
     def __init__(self, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
         context = self._context = SSL.Context(SSL.DTLS_METHOD)
-        context.set_max_proto_version(_DTLS_1_2)  # 1.3 has other cookies
+        context.set_max_proto_version(0xFEFD)  # DTLS 1.2; 1.3 has other cookies
         context.set_options(SSL.OP_NO_TICKET | (SSL.OP_COOKIE_EXCHANGE or 0))
         context.set_verify(SSL.VERIFY_PEER | SSL.VERIFY_FAIL_IF_NO_PEER_CERT, lambda *_: True)  # Noise proves it
         context.set_cipher_list(b"ECDHE-ECDSA-AES128-GCM-SHA256:ECDHE-ECDSA-CHACHA20-POLY1305")
-        context.set_cookie_generate_callback(lambda _: self._cookie())
-        context.set_cookie_verify_callback(lambda _, cookie: hmac.compare_digest(cookie, self._cookie()))
+        context.set_cookie_generate_callback(lambda _: b"unsent")
+        context.set_cookie_verify_callback(lambda *_: True)  # it was looked at here
         context.use_certificate(certificate)
         context.use_privatekey(key)
         self._secret = os.urandom(32)
-        self._source: Source = ("", 0)
-        self._next: SSL.Connection | None = None
-
-    def _cookie(self) -> bytes:
-        return hmac.digest(self._secret, repr(self._source).encode(), "sha256")
 
     def take(self, data: bytes, source: Source) -> tuple[SSL.Connection | None, bytes]:
         """The connection of who has shown its cookie, if it has, and what is to be sent."""
-        if self._next is None:
-            self._next = SSL.Connection(self._context)
-            self._next.set_accept_state()
-            self._next.set_ciphertext_mtu(WEBRTC.packet)
-        ssl, self._source = self._next, source
-        ssl.bio_write(data)
-        try:
-            ssl.DTLSv1_listen()
-        except SSL.WantReadError:
-            pass
-        except SSL.Error:
-            self._next = None  # nothing is known of its state
-        else:
-            self._next = None
-            return ssl, b""
-        try:
-            return None, bytes(ssl.bio_read(WEBRTC.datagram))
-        except SSL.WantReadError:
+        shown = _cookie_in(data)
+        if shown is None:
             return None, b""
+        cookie = hmac.digest(self._secret, repr(source).encode(), "sha256")
+        if not hmac.compare_digest(shown, cookie):
+            words = b"\xfe\xff" + bytes([len(cookie)]) + cookie
+            size = len(words).to_bytes(3, "big")
+            asking = b"\x03" + size + bytes(5) + size + words
+            return None, b"\x16\xfe\xff" + data[3:11] + len(asking).to_bytes(2, "big") + asking
+        ssl = SSL.Connection(self._context)
+        ssl.set_accept_state()
+        ssl.set_ciphertext_mtu(WEBRTC.packet)
+        ssl.bio_write(_HELLO)
+        with suppress(SSL.WantReadError):
+            ssl.do_handshake()
+        ssl.bio_read(WEBRTC.datagram)
+        ssl.bio_write(data)
+        return ssl, b""
+
+
+def _cookie_in(data: bytes) -> bytes | None:
+    """The cookie of a ClientHello whose beginning this is, b"" where there is none yet; None if it is something else.
+
+    RFC 6347, section 4.2.2: behind 13 bytes of a record and 12 of a message, a version, 32 random bytes, a session.
+    """
+    if len(data) < 62 or data[0] != 0x16 or data[13] != 1 or any(data[19:22]):
+        return None
+    place = 60 + data[59]
+    if place >= len(data):
+        return None
+    cookie = data[place + 1 : place + 1 + data[place]]
+    return cookie if len(cookie) == data[place] else None
 
 
 class Listener(IListener):
