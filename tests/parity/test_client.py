@@ -25,13 +25,15 @@ Tiny = Callable[[str], Path]
 
 TWO, THREE = (Span(0, 3), Span(3, 6)), (Span(0, 1), Span(1, 4), Span(4, 6))
 LOGITS = 1e-4
+NEW = 7
+"""Tokens of an answer: windows of 8 behind prompts of 9 are filled once more."""
 
 
 def generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
     mask = torch.ones_like(ids) if mask is None else mask
     torch.manual_seed(7)
     out: torch.Tensor = model.generate(
-        ids, attention_mask=mask, eos_token_id=None, pad_token_id=0, **{"max_new_tokens": 10, **options}
+        ids, attention_mask=mask, eos_token_id=None, pad_token_id=0, **{"max_new_tokens": NEW, **options}
     )
     return out
 
@@ -70,7 +72,7 @@ def test_greedy_tokens_equal(architecture: str, tiny: Tiny) -> None:
         assert torch.equal(got.sequences, expected.sequences)
         for mine, theirs in zip(got.logits, expected.logits, strict=True):
             assert (mine - theirs).abs().max() <= LOGITS
-        assert swarm.calls == [(0, 9)] + [(9 + step, 1) for step in range(9)]
+        assert swarm.calls == [(0, 9)] + [(9 + step, 1) for step in range(NEW - 1)]
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS, *CROSSING])
