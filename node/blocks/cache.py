@@ -142,6 +142,12 @@ class SpanCache:
     def lacks_states(self) -> bool:
         return self.states is not None and (not self.length or self.states.begin(self.length) is not None)
 
+    def passes(self, tokens: int) -> tuple[int, ...]:
+        """How many of the next tokens to compute at a time: first none of them where much comes once more, whose state
+        is kept then. Together with them it would grow, as long as drafts are wrong."""
+        again = None if self.states is None else self.states.begin(self.length)
+        return (0, tokens) if again is not None and again.shape[1] > WINDOW // 4 else (tokens,)
+
     def window(self, block: int) -> int | None:
         """The window of the `block`-th block of the span."""
         return self.specs[block - self.first].window

@@ -195,14 +195,14 @@ class BlockSpan:
             ValueError: another shape, or more tokens than the cache takes.
         """
         self._check(hidden, cache)
-        tokens = hidden.shape[1]
         entering, *features = torch.split(hidden.to(self.device, self.dtype), self.stack.width(cache.first), dim=2)
-        with cache.replaying() as again:
-            if again is not None:
-                entering = torch.cat([again, entering], dim=1)
-            run = self._one_by_one if self._by_token and cache.length and cache.states else self._forward
-            output = run(entering, cache, adapter, features)[:, -tokens:]
-        cache.advance(tokens, entering)
+        for tokens in cache.passes(hidden.shape[1]):
+            given = entering[:, :tokens]
+            with cache.replaying() as again:
+                given = given if again is None else torch.cat([again, given], dim=1)
+                run = self._one_by_one if self._by_token and cache.length and cache.states else self._forward
+                output = run(given, cache, adapter, features if tokens else ())[:, -tokens:]
+            cache.advance(tokens, given)
         return torch.cat((output, *features[len(cache.specs) :]), dim=2).to(hidden.device, hidden.dtype)
 
     def _one_by_one(self, hidden: torch.Tensor, cache: SpanCache, *rest: Any) -> torch.Tensor:

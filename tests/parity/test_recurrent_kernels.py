@@ -148,6 +148,23 @@ def test_hybrids_compute_as_by_torch(name: str, tmp_path: Path) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("name", ["qwen3_5", "jamba"])
+def test_drafts_that_are_always_partly_wrong(name: str, tmp_path: Path) -> None:
+    """However many of them, what is computed once more with the next one stays little."""
+    for blocks in pair(save_tiny(name, tmp_path / "model")):
+        hidden = values(1, 400)
+        whole, cut = blocks.make_cache(1, 400), blocks.make_cache(1, 400)
+        expected = blocks.forward(hidden, whole)
+        blocks.forward(hidden[:, :100], cut)
+        for start in range(100, 390, 5):
+            drafted = blocks.forward(hidden[:, start : start + 8], cut)
+            assert off(drafted, expected[:, start : start + 8]) < 1e-4
+            cut.rollback(start + 5)
+            again = cut.states and cut.states.begin(cut.length)
+            assert again is None or again.shape[1] < 50
+
+
+@needs_kernels
 def test_steps_of_several_tokens_and_their_rollback(tmp_path: Path) -> None:
     """As drafts are checked: where a prompt is cut and what is computed once more changes last bits only."""
     native = pair(save_tiny("qwen3_5", tmp_path / "model"))[1]

@@ -3,8 +3,8 @@ attention sums up. A step replaces them, so that going back takes copies of what
 
 A session keeps a few states of the past (`STATES`, the newest among them) with what entered the blocks behind each, as
 long as these are few tokens. It goes back to any token between by computing those few once more, together with the next
-step. So what drafts need, `WINDOW` tokens at least, costs no state for each of them. A step makes one state, however
-many parts it is computed in, and only when it is done: one that fails leaves no trace.
+step, or before it where they are many. So what drafts need, `WINDOW` tokens at least, costs no state for each of them.
+A step makes one state, however many parts it is computed in, and only when it is done: one that fails leaves no trace.
 """
 
 from __future__ import annotations
