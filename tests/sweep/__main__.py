@@ -1,7 +1,8 @@
 """`make sweep`: tries every causal model that transformers knows over two servers, and holds docs/models.md to it.
 
 Of each a tiny model is made. Exact is one whose greedy tokens are those of transformers for a short prompt, one that is
-cut into pieces, a batch with left padding, after a rollback, and when a server is killed in the middle of a session.
+cut into pieces, batches of both with left padding, after a rollback, and when a server is killed in the middle of a
+session.
 With --write the page is written; else a line that changes is an error. Processes try them side by side. Where types are
 named, only these are tried: what the page says of the others stays.
 """
@@ -26,6 +27,8 @@ MARKS: Final = "<!-- by make sweep -->\n", "<!-- until here -->\n"
 SECONDS: Final = 180.0
 """For one model; then it is called one that does not end."""
 SHORT, LONG, NEW = 12, 300, 10
+PADDED: Final = "padded in pieces"
+"""Two rows of `LONG` tokens, of which a whole piece of the second is padding."""
 
 
 def main() -> int:
@@ -169,10 +172,10 @@ def _prompts() -> dict[str, tuple[Any, Any]]:
         # The last ids stand for pictures and sounds, where a model takes such.
         return torch.randint(3, VOCABULARY - 50, (rows, count), generator=generator)
 
-    padded = torch.ones(2, SHORT, dtype=torch.long)
-    padded[1, :5] = 0
-    prompts = {"short": ids(1, SHORT), "in pieces": ids(1, LONG), "padded": ids(2, SHORT)}
-    return {name: (one, padded if name == "padded" else torch.ones_like(one)) for name, one in prompts.items()}
+    prompts = {"short": ids(1, SHORT), "in pieces": ids(1, LONG), "padded": ids(2, SHORT), PADDED: ids(2, LONG)}
+    masks = {name: torch.ones_like(one) for name, one in prompts.items()}
+    masks["padded"][1, :5] = masks[PADDED][1, : LONG // 2] = 0
+    return {name: (one, masks[name]) for name, one in prompts.items()}
 
 
 def _say(model: Any, ids: Any, mask: Any, **options: Any) -> Any:
