@@ -47,37 +47,46 @@ ACCUSER = Identity.from_seed(bytes(range(7, 39)))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    """Of a llama, or of the kind that a test names."""
     path = tmp_path_factory.mktemp("model")
-    save_tiny("llama", path)
+    save_tiny(getattr(request, "param", "llama"), path)
     return open_folder(path, "tiny")
 
 
 @pytest.fixture(scope="module")
 def server(folder: ModelFolder) -> SigningServer:
-    return SigningServer(folder.path, compute_manifest(folder).version, Span(1, 4))
+    return SigningServer(folder.path, compute_manifest(folder).version, Span(1, 4), kernels="auto")
 
 
 def hidden(tokens: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
-STEPS = [(0, hidden(7, 2), ()), (7, hidden(1, 2, 1), ()), (5, hidden(3, 2, 2), (1, 0)), (8, hidden(1, 2, 3), ())]
-"""A prefill, a step, a rollback in which the rows change places, and a step."""
+STEPS = [(0, hidden(7, 2), ()), (7, hidden(4, 2, 1), ()), (9, hidden(3, 2, 2), (1, 0)), (12, hidden(1, 2, 3), ())]
+"""A prefill, a draft, a rollback into it in which the rows change places, and a step."""
 
 
 def reread(bundle: Bundle) -> Bundle:
     return Bundle.from_bytes(bundle.to_bytes())
 
 
-@pytest.mark.parametrize(("codec", "padding"), [("none", ()), ("bfloat16", (0, 3)), ("int8-block64", ())])
+@pytest.mark.parametrize(
+    ("folder", "codec", "padding"),
+    [
+        ("llama", "none", ()), ("llama", "bfloat16", (0, 3)), ("llama", "int8-block64", ()),
+        ("qwen3_5", "none", ()), ("qwen3_5", "bfloat16", (0, 3)),
+    ],
+    indirect=["folder"],
+)  # fmt: skip
 def test_wrong_answer_is_proved_and_right_one_refuted(
     server: SigningServer, folder: ModelFolder, padding: tuple[int, ...], codec: str
 ) -> None:
+    steps = [(position, 16 * given, reorder) for position, given, reorder in STEPS]  # roundings hide nothing of it
     for spoil, proven in ((None, False), (spoiled, True)):
         options = {} if spoil is None else {"spoil": spoil}
-        log = server.session(STEPS, left_padding=padding, codec=codec, **options)  # type: ignore[arg-type]
-        outcome = check_evidence(reread(session_bundle(ACCUSER, log, len(STEPS) - 1)), folder)
+        log = server.session(steps, left_padding=padding, codec=codec, **options)  # type: ignore[arg-type]
+        outcome = check_evidence(reread(session_bundle(ACCUSER, log, len(steps) - 1)), folder)
         assert outcome.proven == proven, outcome
         assert (outcome.error > outcome.tolerance) == proven
         earlier = check_evidence(reread(session_bundle(ACCUSER, log, 1)), folder)
@@ -136,11 +145,12 @@ def test_the_needed_steps_make_the_same_cache(plan: list[tuple[float, int, bool]
     assert cache(chosen) == cache(list(range(len(steps))))
 
 
+@pytest.mark.parametrize("folder", ["llama", "qwen3_5"], indirect=True)
 @pytest.mark.parametrize("backward", [False, True])
 def test_wrong_pass_is_proved_and_right_one_refuted(server: SigningServer, folder: ModelFolder, backward: bool) -> None:
-    gradient = hidden(5, 2, 9) if backward else None
-    assert not check_evidence(reread(batch_bundle(ACCUSER, server.work(hidden(5, 2), gradient))), folder).proven
-    wrong = check_evidence(reread(batch_bundle(ACCUSER, server.work(hidden(5, 2), gradient, spoil=spoiled))), folder)
+    given, gradient = 16 * hidden(20, 2), 16 * hidden(20, 2, 9) if backward else None
+    assert not check_evidence(reread(batch_bundle(ACCUSER, server.work(given, gradient))), folder).proven
+    wrong = check_evidence(reread(batch_bundle(ACCUSER, server.work(given, gradient, spoil=spoiled))), folder)
     assert wrong.proven or "nobody has measured" in wrong.reason
 
 
