@@ -31,6 +31,7 @@ from ..models.folder import read_config as read_raw_config
 from ..models.folder import scheme_of
 from ..models.quantisation import Kernels, Quantisation, held_bytes
 from .cache import BlockCacheSpec
+from .caches.own_states import COMPRESSED
 from .caches.pages import lets_go
 from .caches.states import StateRing, StateView, specs_of
 from .config import choose_device, choose_dtype, read_config
@@ -75,8 +76,6 @@ _STATES: Final = frozenset(
 """Architectures whose states go by the calls of transformers' caches alone: tried by `make sweep`."""
 _INDEXED: Final = frozenset({"axk2", "deepseek_v32", "glm_moe_dsa", "qwen4_exp_text"})
 """Those whose blocks choose the tokens for attention, each by an index of its own."""
-_COMPRESSED: Final = frozenset({"deepseek_v4"})
-"""Those whose blocks keep entries that stand for several tokens, beside keys and values of a window."""
 _SHARING: Final = frozenset({"gemma3n_text", "gemma4_text"})
 """Those whose last blocks take keys and values of earlier ones, which hand them on within a pass."""
 _KEPT: Final = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer)
@@ -143,7 +142,7 @@ def windows_of(skeleton: Skeleton) -> list[int | None]:
                 f"{named} keeps more than attention keys and values between tokens, in a way that was not tried "
                 f"({type(layer).__name__}): petalnode cannot serve it yet"
             )
-        compressed = skeleton.config.model_type in _COMPRESSED and isinstance(layer, DynamicSlidingWindowLayer)
+        compressed = skeleton.config.model_type in COMPRESSED and isinstance(layer, DynamicSlidingWindowLayer)
         if compressed or type(layer) in _KEPT_OF_WINDOW:
             windows.append(int(layer.sliding_window))
             if skeleton.config.model_type in _CACHE_WINDOW and windows[-1] < skeleton.config.max_position_embeddings:
@@ -224,7 +223,7 @@ def cache_specs(
         if seen is not None:
             keys, values = seen
             forgets = window is not None and lets_go(device)
-            one = skeleton.config.model_type in _COMPRESSED  # tensor for both
+            one = skeleton.config.model_type in COMPRESSED  # tensor for both
             dims = keys.shape[1], keys.shape[3], 0 if one else values.shape[3]
             behind = recorder.index_dims[block], recorder.entries[block]
             specs.append(BlockCacheSpec(*dims, window, states, forgets, *behind))

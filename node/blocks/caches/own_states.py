@@ -28,10 +28,11 @@ MAMBAS: Final = frozenset({"mamba", "mamba2", "falcon_mamba"})
 """Models that have a name of their own for a cache."""
 _OWN_POSITIONS: Final = frozenset({"qwen4_exp_text"})
 """Models that look up in their cache where the tokens stand that it holds."""
-_COMPRESSING: Final = frozenset({"deepseek_v4"})
-"""Models that ask their cache for the compressed entries of a block by themselves."""
-_IN_BLOCKS: Final = frozenset({"recurrent_gemma"})
-"""Models whose states are attributes of their blocks."""
+COMPRESSED: Final = frozenset({"deepseek_v4"})
+"""Models whose blocks keep entries that stand for several tokens, beside keys and values of a window, and ask their
+cache for these by themselves."""
+PADDING_COUNTS: Final = COMPRESSED | {"recurrent_gemma"}
+"""Models that compute with left padding: it begins the windows that are compressed, and states take it in."""
 
 _KINDS: Final = {"compressor": 0, "indexer": 1}
 """Of entries, in the order in which a block makes them."""
@@ -45,13 +46,13 @@ def keep_states_in_caches(decoder: PreTrainedModel, blocks: Sequence[nn.Module])
     if kind in _OWN_CACHES:
         wanted = getattr(sys.modules[type(decoder).__module__], _OWN_CACHES[kind])
         decoder.register_forward_pre_hook(functools.partial(_give_its_class, wanted), with_kwargs=True)
-    if kind in _COMPRESSING:
+    if kind in COMPRESSED:
         decoder.register_forward_pre_hook(_give_compressed, with_kwargs=True)
     if kind in _OWN_POSITIONS:
         decoder.register_forward_pre_hook(_give_positions, with_kwargs=True)
-    for number, block in enumerate(blocks if kind in _IN_BLOCKS else ()):
-        recurrent: Any = block.get_submodule("temporal_block")
-        if hasattr(recurrent, "rg_lru"):
+    for number, block in enumerate(blocks):
+        recurrent: Any = getattr(block, "temporal_block", None)
+        if hasattr(recurrent, "rg_lru"):  # RecurrentGemma's states are its attributes
             recurrent.layer_idx = number
             recurrent.register_forward_pre_hook(_take_states, with_kwargs=True)
             recurrent.register_forward_hook(_put_states, with_kwargs=True)

@@ -12,6 +12,7 @@ import torch
 from transformers.generation import LogitsProcessorList, logits_process
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
+from ...blocks.caches.own_states import PADDING_COUNTS
 from ...blocks.remote_cache import RemoteCache
 from ..generation.sampling import Token
 
@@ -62,8 +63,7 @@ class Prepared:
         mask, positions = self.arguments.get("attention_mask"), self.arguments.get("position_ids")
         arguments, hidden = {**self.arguments, "past_key_values": cache}, 0
         if mask is not None:
-            # The windows that DeepSeek V4 compresses begin with the padding, and RecurrentGemma's states take it in.
-            if self.model.config.model_type not in ("deepseek_v4", "recurrent_gemma"):
+            if self.model.config.model_type not in PADDING_COUNTS:
                 hidden = int((mask[rows] != 0).any(0).long().argmax())
             arguments["attention_mask"] = mask[rows, hidden:]
         if positions is not None:
