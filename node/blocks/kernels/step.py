@@ -31,7 +31,7 @@ from .tiles import LANES, MOST_ROWS, TiledMatrix, rows_of
 _MODEL_TYPES: Final = frozenset(
     {
         *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gpt2", "mixtral", "qwen3_moe"),
-        *("gpt_oss", "glm4_moe", "dots1", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo2", "olmo3"),
+        *("gpt_oss", "glm4_moe", "dots1", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo2"),
         *("olmo_hybrid", "kimi_linear"),
     }
 )
