@@ -57,7 +57,7 @@ int main(int count, char **arguments) {
             state = 1;
             struct matrix m = matrix(FORM_Q4_HALF, out, in, 0, 0);
             m.rounds = 1;
-            float *x = floats(rows * in, 0), *y = floats(rows * (out + LANES), 0), *scratch = floats(rows * ROUNDED_FLOATS(in), 0);
+            float *x = floats(rows * in, 0), *y = floats(rows * (out + LANES), 0), *scratch = floats(rows * SCRATCH_FLOATS(in), 0);
             sums_of_tile *given = aligned_alloc(64, (size_t)(2 * out * blocks * rows));
             reals *scales = aligned_alloc(64, (size_t)(4 * out * blocks)), *made = aligned_alloc(64, (size_t)(4 * out));
             wide *factors = aligned_alloc(64, (size_t)(4 * out)), seen = {0};

@@ -28,8 +28,7 @@ struct rows_ahead {
     int64_t stride, lines;
 };
 
-typedef void turned_work(const float *panel, int64_t inputs, int64_t tiles, const float *x, int64_t in, int begins, float *sums,
-                         struct rows_ahead ahead, int64_t turn, int64_t turns);
+typedef void turned_work(const float *panel, int64_t count, int64_t tiles, const float *x, int begins, float *sums);
 
 typedef void parts_work(const struct matrix *, int64_t first, int64_t count, int64_t from, int64_t to, const float *x,
                         float *sums, int64_t all, struct rows_ahead ahead, int64_t turn, int64_t turns, float *y, int64_t given);

@@ -67,7 +67,7 @@
 #endif
 
 #define LANES 16
-#define INTERFACE_VERSION 14 /* of this file towards library.py */
+#define INTERFACE_VERSION 15 /* of this file towards library.py */
 #define MOST_ROWS 8 /* that are multiplied at a time */
 #define AHEAD 8 /* tokens, whose keys are fetched */
 #define ATTENDED 16 /* query heads of some rows, that look at the same keys at a time */
@@ -79,7 +79,7 @@
 #define TOGETHER_OPENED 256 /* rows that they are opened for */
 #define TOGETHER 32 /* rows that row-major weights are read once for */
 #define TURNED 256 /* rows, at most, that these are turned for where there are more */
-#define TURNED_VALUES 9728 /* weights that are turned at a time, and stay in the second cache for all rows */
+#define TURNED_VALUES 36864 /* weights that are turned at a time, and stay in the second cache for all rows */
 #define SIDE_INPUTS 512 /* of x, side by side, that some rows are multiplied with at once */
 #define PANEL_ROWS 16 /* of the matrix, whose part stays in the nearest cache for all rows of x */
 #define VALUE_BYTES(form) ((form) == FORM_F32 ? 4 : 2)
@@ -142,7 +142,7 @@ struct rounded {
 };
 
 #define ROUND 32 /* values of a row, key or value that share a scale */
-#define ROUNDED_FLOATS(in) (2 * (in)) /* of memory for a row, in float32 */
+#define SCRATCH_FLOATS(in) (3 * (in)) /* for each row of a product, rounded or turned */
 #define BY_BYTES(m)                                                                                                   \
     ((m)->in % ROUND == 0 && (EIGHT_BITS((m)->form) || (FOUR_BITS((m)->form) && (m)->block == ROUND)))
 
@@ -546,8 +546,8 @@ EXPORT int64_t petalnode_size(int32_t number) {
     return number >= 0 && number < (int32_t)(sizeof sizes / sizeof *sizes) ? sizes[number] : 0;
 }
 
-/* y [rows][out] = x [rows][in] times the transpose of the matrix, plus its bias. `scratch`: rows * in / 16 float32, or
- * rows * ROUNDED_FLOATS(in) where rows are rounded. */
+/* y [rows][out] = x [rows][in] times the transpose of the matrix, plus its bias. `scratch`:
+ * rows * SCRATCH_FLOATS(in) float32. */
 EXPORT void petalnode_multiply(const struct matrix *matrix, const float *x, int64_t rows, float *y, float *scratch,
                                int64_t threads) {
     threads = claim_threads(threads);
@@ -593,7 +593,7 @@ EXPORT int32_t petalnode_delta(const struct delta_rule *d, int64_t threads) {
 /* float32 of a step's scratch, of which each of `threads` has `score_count` and a panel at the end. */
 EXPORT int64_t petalnode_step_scratch(const struct shape *s, int64_t rows, int64_t score_count, int64_t threads) {
     int64_t wide = most(most(s->heads * s->head_dim, s->hidden), s->mixed), narrow = s->kv_heads * s->head_dim;
-    int64_t values = 2 * s->hidden + 2 * wide + 2 * narrow + 2 * s->inner + ROUNDED_FLOATS(most(s->inner, wide)) + s->mixing + 1;
+    int64_t values = 2 * s->hidden + 2 * wide + 2 * narrow + 2 * s->inner + SCRATCH_FLOATS(most(s->inner, wide)) + s->mixing + 1;
     return rows * values + threads * own_count(s, score_count);
 }
 

@@ -172,28 +172,44 @@ INLINE void NAME(turn_panel)(const struct matrix *m, int form, int64_t first, in
         }
 }
 
-/* What a panel gives with `rows` rows of x, which are `in` apart, onto `sums` [LANES][rows][tiles][LANES]: of each lane of the
- * sums by itself. Meanwhile a part of what is turned next is fetched: every `turns`th line from number `turn` on. */
-INLINE void NAME(turned_product)(const float *panel, int64_t inputs, int tiles, int rows, const float *x, int64_t in, int begins,
-                                 float *sums, struct rows_ahead ahead, int64_t turn, int64_t turns) {
-    for (int64_t lane = 0; lane < LANES; lane++, x++, panel += LANES, sums += rows * tiles * LANES) {
-        V part[MOST_TILES][MOST_ROWS];
-        for (int64_t line = turn; line < ahead.lines; line += turns)
-            UNROLL for (int t = 0; t < tiles; t++) __builtin_prefetch(ahead.codes + (t * LANES + lane) * ahead.stride + 64 * line);
-        UNROLL for (int t = 0; t < tiles; t++)
-            UNROLL for (int r = 0; r < rows; r++)
-                part[t][r] = begins ? NAME(zero)() : NAME(load)(sums + (r * tiles + t) * LANES);
-        for (int64_t k = 0; k < inputs; k += LANES, panel += tiles * LANES) {
-            V w[MOST_TILES];
-            UNROLL for (int t = 0; t < tiles; t++) w[t] = NAME(load)(panel + t * LANES);
-            UNROLL for (int r = 0; r < rows; r++) {
-                const V value = NAME(once)(NAME(set)(x[r * in + k]));
-                UNROLL for (int t = 0; t < tiles; t++) part[t][r] = NAME(fma)(w[t], value, part[t][r]);
-            }
+/* How many of the inputs are turned at a time: panels of about one length. */
+INLINE int64_t NAME(turned_step)(int64_t in) {
+    const int64_t parts = (in * TILES_MANY * LANES + TURNED_VALUES - 1) / TURNED_VALUES;
+    return (in / LANES + parts - 1) / parts * LANES;
+}
+
+/* Rows, `in` apart, for these products, for each panel [LANES][groups of rows][inputs of a lane][rows of the group]: all that a lane
+ * of the sums takes stands side by side. */
+static void NAME(turn_rows)(const float *x, int64_t in, int64_t rows, float *into) {
+    const int64_t step = NAME(turned_step)(in), groups = (rows + MANY_ROWS - 1) / MANY_ROWS;
+    for (int64_t first = 0; first < in; first += step) {
+        const int64_t count = (first + step < in ? step : in - first) / LANES;
+        for (int64_t done = 0, take, left = groups; left; done += take, left--) {
+            take = (rows - done + left - 1) / left;
+            for (int64_t from = 0; from < count; from += LANES) /* a few lines of each row at a time */
+                for (int64_t lane = 0; lane < LANES; lane++)
+                    for (int64_t k = from; k < count && k < from + LANES; k++)
+                        for (int64_t r = 0; r < take; r++)
+                            into[first * rows + (lane * rows + done) * count + k * take + r] = x[(done + r) * in + first + k * LANES + lane];
         }
-        UNROLL for (int t = 0; t < tiles; t++)
-            UNROLL for (int r = 0; r < rows; r++) NAME(store)(sums + (r * tiles + t) * LANES, part[t][r]);
     }
+}
+
+/* What `count` values of a lane of a panel give with those of `rows` rows, x [count][rows], onto `sums` [rows][tiles][LANES]. */
+INLINE void NAME(turned_product)(const float *panel, int64_t count, int tiles, int rows, const float *x, int begins, float *sums) {
+    V part[MOST_TILES][MOST_ROWS];
+    UNROLL for (int t = 0; t < tiles; t++)
+        UNROLL for (int r = 0; r < rows; r++) part[t][r] = begins ? NAME(zero)() : NAME(load)(sums + (r * tiles + t) * LANES);
+    for (int64_t k = 0; k < count; k++, panel += tiles * LANES, x += rows) {
+        V w[MOST_TILES];
+        UNROLL for (int t = 0; t < tiles; t++) w[t] = NAME(load)(panel + t * LANES);
+        UNROLL for (int r = 0; r < rows; r++) {
+            const V value = NAME(once)(NAME(set)(x[r]));
+            UNROLL for (int t = 0; t < tiles; t++) part[t][r] = NAME(fma)(w[t], value, part[t][r]);
+        }
+    }
+    UNROLL for (int t = 0; t < tiles; t++)
+        UNROLL for (int r = 0; r < rows; r++) NAME(store)(sums + (r * tiles + t) * LANES, part[t][r]);
 }
 
 /* Lanes `lane`, + 4, + 8 and + 12 of the sums of a row and tile, which are `pitch` apart, as `total` adds them. */
@@ -205,55 +221,58 @@ INLINE V NAME(four_lanes)(const float *sums, int64_t pitch, int lane) {
 
 #define TURNED_WORK(rows)                                                                                             \
     static __attribute__((noinline)) void NAME(turned_##rows)(                                                        \
-        const float *panel, int64_t inputs, int64_t tiles, const float *x, int64_t in, int begins, float *sums,       \
-        struct rows_ahead ahead, int64_t turn, int64_t turns) {                                                       \
-        if (TILES_MANY == 1 || tiles == 1)                                                                            \
-            NAME(turned_product)(panel, inputs, 1, rows, x, in, begins, sums, ahead, turn, turns);                    \
-        else NAME(turned_product)(panel, inputs, TILES_MANY, rows, x, in, begins, sums, ahead, turn, turns);          \
+        const float *panel, int64_t count, int64_t tiles, const float *x, int begins, float *sums) {                  \
+        if (TILES_MANY == 1 || tiles == 1) NAME(turned_product)(panel, count, 1, rows, x, begins, sums);              \
+        else NAME(turned_product)(panel, count, TILES_MANY, rows, x, begins, sums);                                   \
     }
 EACH_COUNT(TURNED_WORK)
 static turned_work *const NAME(turned_work)[] = {COUNTED(turned)};
 #undef TURNED_WORK
 
-/* Outputs `from` .. `to` - 1 for up to TURNED / TILES_MANY rows. */
+/* Outputs `from` .. `to` - 1 for up to TURNED / TILES_MANY rows, as `turn_rows` has them. Meanwhile what is turned next is fetched. */
 INLINE void NAME(turned)(const struct matrix *m, int form, int64_t from, int64_t to, const float *x, int64_t rows, float *y,
                          const struct matrix *next) {
-    const int64_t in = m->in, size = VALUE_BYTES(form), groups = (rows + MANY_ROWS - 1) / MANY_ROWS;
+    const int64_t in = m->in, size = VALUE_BYTES(form), step = NAME(turned_step)(in), groups = (rows + MANY_ROWS - 1) / MANY_ROWS;
     __attribute__((aligned(64))) float sums[TURNED * LANES * LANES], panel[TURNED_VALUES + LANES * LANES];
     for (int64_t tiles; from < to; from += tiles * LANES) {
         tiles = to - from < TILES_MANY * LANES ? 1 : TILES_MANY;
-        const int64_t parts = (in * tiles * LANES + TURNED_VALUES - 1) / TURNED_VALUES;
-        const int64_t step = (in / LANES + parts - 1) / parts * LANES; /* panels of about one length */
+        const int64_t wide = tiles * LANES;
         for (int64_t k = 0, end; k < in; k = end) {
             end = k + step < in ? k + step : in;
+            const int64_t count = (end - k) / LANES;
             struct rows_ahead ahead = {(const char *)m->codes + (from * in + end) * size, in * size, step * size / 64};
-            if (end == in && from + tiles * LANES < m->out) ahead.codes += (tiles * LANES - 1) * in * size;
+            if (end == in && from + wide < m->out) ahead.codes += (wide - 1) * in * size;
             else if (end == in) ahead = (struct rows_ahead){next->codes, (int64_t)next->in * size, step * size / 64};
             NAME(turn_panel)(m, form, from, tiles, k, end, panel);
-            for (int64_t done = 0, take, left = groups; left; done += take, left--) {
-                float *own = sums + done * tiles * LANES * LANES;
-                take = (rows - done + left - 1) / left;
-                NAME(turned_work)[take](panel, end - k, tiles, x + done * in + k, in, k == 0, own, ahead, left - 1, groups);
-                for (int64_t place = 0; end == in && place < take * tiles; place++) {
-                    const int64_t pitch = take * tiles * LANES;
-                    const float *at = own + place * LANES;
-                    const V even = NAME(add)(NAME(four_lanes)(at, pitch, 0), NAME(four_lanes)(at, pitch, 2));
-                    const V odd = NAME(add)(NAME(four_lanes)(at, pitch, 1), NAME(four_lanes)(at, pitch, 3));
-                    NAME(put)(m, from / LANES + place % tiles, NAME(add)(even, odd), y + (done + place / tiles) * m->out);
+            for (int64_t lane = 0; lane < LANES; lane++)
+                for (int64_t done = 0, take, left = groups; left; done += take) {
+                    take = (rows - done + left - 1) / left;
+                    for (int64_t line = --left; line < ahead.lines; line += groups)
+                        for (int64_t t = lane; t < wide; t += LANES) __builtin_prefetch(ahead.codes + t * ahead.stride + 64 * line);
+                    NAME(turned_work)[take](panel + lane * (count * wide + LANES), count, tiles,
+                                            x + k * rows + (lane * rows + done) * count, k == 0, sums + (lane * rows + done) * wide);
                 }
-            }
+        }
+        for (int64_t place = 0; place < rows * tiles; place++) {
+            const float *at = sums + place * LANES;
+            const V even = NAME(add)(NAME(four_lanes)(at, rows * wide, 0), NAME(four_lanes)(at, rows * wide, 2));
+            const V odd = NAME(add)(NAME(four_lanes)(at, rows * wide, 1), NAME(four_lanes)(at, rows * wide, 3));
+            NAME(put)(m, from / LANES + place % tiles, NAME(add)(even, odd), y + place / tiles * m->out);
         }
     }
 }
 
-static void NAME(row_major)(const struct matrix *m, int form, int64_t from, int64_t to, const float *x, int64_t rows, float *y,
-                            const struct matrix *next) {
-    for (int64_t take; rows > 0; rows -= take, x += take * m->in, y += take * (int64_t)m->out) {
-        take = rows < TURNED / TILES_MANY ? rows : TURNED / TILES_MANY;
-        if (take > TOGETHER) NAME(turned)(m, form, from, to, x, take, y, next);
-        else if (take > 2) NAME(more_rows)(m, from, to, x, take, y, next);
-        else if (take == 2) NAME(few_rows)(m, form, 2, from, to, x, y);
-        else NAME(few_rows)(m, form, 1, from, to, x, y);
+/* `turned`: x as `turn_rows` has it, TURNED / TILES_MANY rows at a time as long as there are more than TOGETHER, or NULL. */
+static void NAME(row_major)(const struct matrix *m, int form, int64_t from, int64_t to, const float *x, const float *turned,
+                            int64_t rows, float *y, const struct matrix *next) {
+    for (int64_t take, done = 0; done < rows; done += take, y += take * (int64_t)m->out) {
+        const int64_t left = rows - done, most = left > TOGETHER && turned ? TURNED / TILES_MANY : TOGETHER;
+        const float *own = x + done * m->in;
+        take = left < most ? left : most;
+        if (most > TOGETHER) NAME(turned)(m, form, from, to, turned + done * m->in, take, y, next);
+        else if (take > 2) NAME(more_rows)(m, from, to, own, take, y, next);
+        else if (take == 2) NAME(few_rows)(m, form, 2, from, to, own, y);
+        else NAME(few_rows)(m, form, 1, from, to, own, y);
     }
 }
 #undef PARTS
@@ -299,6 +318,20 @@ INLINE void NAME(round_block)(const float *x, int64_t count, float *values, floa
     }
 }
 
+/* What products of `count` matrices with rows of x take beside it, into `sums`: `block_sums`, and behind their rows * in / LANES
+ * values, if these are many rows of row-major weights, `turn_rows`. */
+static void NAME(prepare)(const struct matrix *const *m, int64_t count, const float *x, int64_t rows, float *sums) {
+    int offsets = 0, turned = 0;
+    for (int64_t index = 0; index < count; index++) {
+        offsets |= HAS_OFFSETS(m[index]->form) && !(m[index]->rounds && BY_BYTES(m[index]));
+        turned |= sums && rows > TOGETHER && m[index]->form <= FORM_F16;
+    }
+    const int64_t in = m[0]->in, most = TURNED / TILES_MANY;
+    if (offsets) NAME(block_sums)(x, rows * in, sums);
+    for (int64_t done = 0; turned && rows - done > TOGETHER; done += most)
+        NAME(turn_rows)(x + done * in, in, rows - done < most ? rows - done : most, sums + rows * in / LANES + done * in);
+}
+
 /* Rows [rows][in] for the product with `count` matrices; all of `memory` that is needed. */
 static struct rounded NAME(round_rows)(const struct matrix *const *m, int64_t count, const float *x, int64_t rows,
                                        float *memory) {
@@ -323,11 +356,7 @@ static struct rounded NAME(round_rows)(const struct matrix *const *m, int64_t co
         for (int64_t place = 0; place < rows * in; place += 8)
             for (int64_t k = 0; k < 8; k++) codes4[place + k] = codes8[place + 2 * (k % 4) + k / 4];
     float *of_blocks = (float *)(codes4 + rows * in);
-    for (int64_t index = 0; index < count; index++)
-        if (!BY_BYTES(m[index]) && HAS_OFFSETS(m[index]->form)) {
-            NAME(block_sums)(m[index], values, rows, of_blocks);
-            break;
-        }
+    NAME(prepare)(m, count, values, rows, of_blocks);
     return (struct rounded){values, scales, moved, of_blocks, sums, codes4, codes8};
 }
 
@@ -344,10 +373,11 @@ static void NAME(outputs_of)(const struct matrix *m, int64_t piece, const float 
         return;
     }
     if (rounded) x = rounded->values;
+    const float *turned = sums ? sums + rows * m->in / LANES : NULL;
     switch (m->form) {
-    case FORM_F32: NAME(row_major)(m, FORM_F32, from, to, x, rows, y, next); break;
-    case FORM_BF16: NAME(row_major)(m, FORM_BF16, from, to, x, rows, y, next); break;
-    case FORM_F16: NAME(row_major)(m, FORM_F16, from, to, x, rows, y, next); break;
+    case FORM_F32: NAME(row_major)(m, FORM_F32, from, to, x, turned, rows, y, next); break;
+    case FORM_BF16: NAME(row_major)(m, FORM_BF16, from, to, x, turned, rows, y, next); break;
+    case FORM_F16: NAME(row_major)(m, FORM_F16, from, to, x, turned, rows, y, next); break;
     case FORM_F32_COLUMNS:
         for (int64_t r = 0; r < rows; r++) {
             int64_t first = from;
@@ -374,7 +404,7 @@ static void NAME(multiply)(const struct matrix *m, const float *x, int64_t rows,
     if (m->rounds) {
         rounded = NAME(round_rows)(&m, 1, x, rows, scratch);
         job.sums = rounded.blocks;
-    } else NAME(block_sums)(m, x, rows, scratch);
+    } else NAME(prepare)(&m, 1, x, rows, scratch);
     do_pieces(threads, NAME(product_piece), &job, GROUPS(m));
 }
 

@@ -113,11 +113,7 @@ static void NAME(linear)(const struct NAME(state) *w, struct NAME(linears) l) {
         rounded = NAME(round_rows)(l.m, l.count, l.x, l.rows, w->sums);
         l.rounded = &rounded;
     }
-    for (int64_t index = 0; !l.rounded && index < l.count; index++)
-        if (HAS_OFFSETS(l.m[index]->form)) {
-            NAME(block_sums)(l.m[index], l.x, l.rows, w->sums);
-            break;
-        }
+    if (!l.rounded) NAME(prepare)(l.m, l.count, l.x, l.rows, w->sums);
     l.sums = l.rounded ? rounded.blocks : w->sums;
     do_pieces(w->threads, NAME(linear_piece), &l, pieces);
 }
@@ -333,7 +329,7 @@ static void NAME(step)(const struct step *t, int64_t threads) {
     w.gate = w.value + number * narrow;
     w.up = w.gate + number * s->inner;
     w.sums = w.up + number * s->inner;
-    w.mixing = w.sums + number * ROUNDED_FLOATS(most(s->inner, wide));
+    w.mixing = w.sums + number * SCRATCH_FLOATS(most(s->inner, wide));
     w.scores = w.mixing + number * s->mixing;
     for (int64_t index = 0, done = 0; index < t->count; index++) {
         int64_t changed = 0;

@@ -124,39 +124,6 @@ INLINE void NAME(tile_product)(const struct matrix *m, int kind, int tiles, int 
         UNROLL for (int r = 0; r < rows; r++) NAME(put)(m, tile + t, total[t][r], y + (int64_t)r * m->out);
 }
 
-/* A function for each kind and size of tile: `rows` rows of x and as many tiles of the matrix as registers hold. */
-#define TILES(kind, rows, tiles)                                                                                      \
-    static __attribute__((noinline)) void NAME(many_##kind##_##rows)(                                                 \
-        const struct matrix *m, int64_t tile, const float *x, const float *sums, float *y, const struct matrix *next) { \
-        NAME(tile_product)(m, kind, tiles, rows, tile, x, sums, y, next);                                             \
-    }                                                                                                                 \
-    static __attribute__((noinline)) void NAME(one_##kind##_##rows)(                                                  \
-        const struct matrix *m, int64_t tile, const float *x, const float *sums, float *y, const struct matrix *next) { \
-        NAME(tile_product)(m, kind, 1, rows, tile, x, sums, y, next);                                                 \
-    }
-#if ROW_TILE >= 8
-#define ALL_TILES(kind) TILES(kind, 1, TILES_ONE) TILES(kind, 2, TILES_ONE) TILES(kind, 4, TILES_MANY) TILES(kind, 8, TILES_MANY)
-#define CHOICES(kind)                                                                                                 \
-    { CHOICE(kind, 8, TILES_MANY), CHOICE(kind, 4, TILES_MANY), CHOICE(kind, 2, TILES_ONE), CHOICE(kind, 1, TILES_ONE) }
-#elif ROW_TILE >= 4
-#define ALL_TILES(kind) TILES(kind, 1, TILES_ONE) TILES(kind, 2, TILES_ONE) TILES(kind, 4, TILES_MANY)
-#define CHOICES(kind) { CHOICE(kind, 4, TILES_MANY), CHOICE(kind, 2, TILES_ONE), CHOICE(kind, 1, TILES_ONE) }
-#else
-#define ALL_TILES(kind) TILES(kind, 1, TILES_ONE) TILES(kind, 2, TILES_ONE)
-#define CHOICES(kind) { CHOICE(kind, 2, TILES_ONE), CHOICE(kind, 1, TILES_ONE) }
-#endif
-#define CHOICE(kind, rows, tiles) {rows, tiles, NAME(many_##kind##_##rows), NAME(one_##kind##_##rows)}
-ALL_TILES(4)
-ALL_TILES(5)
-ALL_TILES(6)
-ALL_TILES(8)
-static const struct choice NAME(choices_4)[] = CHOICES(4), NAME(choices_5)[] = CHOICES(5), NAME(choices_6)[] = CHOICES(6),
-                           NAME(choices_8)[] = CHOICES(8);
-#undef TILES
-#undef ALL_TILES
-#undef CHOICES
-#undef CHOICE
-
 /* The codes of inputs `from` .. `to` - 1 of a tile as float32; `stride` float32 from those of an input to the next one's.
  * Meanwhile as many are fetched that come next. */
 INLINE void NAME(open_codes)(const struct matrix *m, int64_t tile, int64_t from, int64_t to, int64_t stride, float *into) {
@@ -185,6 +152,108 @@ INLINE void NAME(open_codes)(const struct matrix *m, int64_t tile, int64_t from,
             __builtin_prefetch(codes + more);
         }
 }
+
+/* As `tile_product`, for `rows` rows, 5 to 8, of codes of 4 bits. Registers hold the sums of four: these are multiplied with a block
+ * that lies open, and half of the next one is opened meanwhile; its other half beside the other rows. So codes are opened once for all. */
+INLINE void NAME(more_of_tile)(const struct matrix *m, int kind, int rows, int64_t tile, int64_t end, const float *x,
+                               const float *sums, float *y, const struct matrix *next) {
+    const int form = m->form, offset = HAS_OFFSETS(form);
+    const int64_t in = m->in, block = m->block, count = in / block, tiles = (m->out + LANES - 1) / LANES;
+    const float *table = NAME(table)(form);
+    __attribute__((aligned(64))) float open[2][4 * LANES * LANES], total[MOST_ROWS][LANES];
+    float *own = open[0], *other = open[1];
+    NAME(open_codes)(m, tile, 0, block, LANES, own);
+    for (; tile < end; tile++) {
+        const struct ahead ahead = ahead_of(m, tile + 1, in / 8 * LANES * 4, count, next);
+        memset(total, 0, sizeof total);
+        for (int64_t number = 0; number < count; number++) {
+            const int64_t last = tile + 1 == tiles && number + 1 == count; /* opens itself once more */
+            const uint32_t *codes = (const uint32_t *)m->codes + (tile * in + (number + !last) * block) / 8 * LANES;
+            const char *line = ahead.codes + number * block / 8 * LANES * 4;
+            float *into = other;
+            fetch_scales(ahead, number, form, block);
+            V add = NAME(zero)(), scale = NAME(scales)(m, form, tile, count, number, &add);
+            if (offset && kind == 4) add = NAME(fma)(scale, NAME(set)(8.0f), add); /* codes are held as code - 8 */
+            UNROLL for (int half = 0; half < 2; half++) {
+                const int four = half ? rows - 4 : 4;
+                const float *w = own, *xs = x + 4 * half * in + number * block, *of = sums + (4 * half * in + number * block) / LANES;
+                V part[4];
+                UNROLL for (int r = 0; r < four; r++) part[r] = NAME(zero)();
+                for (int64_t k = 0; k < block; k += 16, codes += LANES, line += 4 * LANES) {
+                    const I eight = NAME(words)(codes);
+                    __builtin_prefetch(line);
+                    UNROLL for (int j = 0; j < 8; j++, into += LANES) {
+                        NAME(store)(into, kind == 5 ? NAME(table4)(eight, j, table) : NAME(signed4)(eight, j));
+                        UNROLL for (int two = 0; two < 2; two++, w += LANES) {
+                            const V weight = NAME(load)(w);
+                            UNROLL for (int r = 0; r < four; r++)
+                                part[r] = NAME(fma)(weight, NAME(set)(xs[r * in + k + 2 * j + two]), part[r]);
+                        }
+                    }
+                }
+                UNROLL for (int r = 0; r < four; r++, of += in / LANES) {
+                    float *at = total[4 * half + r];
+                    V sum = NAME(fma)(scale, part[r], NAME(load)(at));
+                    if (offset) sum = NAME(fma)(add, NAME(set)(block > LANES ? of[0] + of[1] : of[0]), sum);
+                    NAME(store)(at, sum);
+                }
+            }
+            float *const kept = own;
+            own = other, other = kept;
+        }
+        UNROLL for (int r = 0; r < rows; r++) NAME(put)(m, tile, NAME(load)(total[r]), y + (int64_t)r * m->out);
+    }
+}
+
+/* A function for each kind and size of tile: `rows` rows of x and as many tiles of the matrix as registers hold. */
+#define FOR_TILES(name, call)                                                                                         \
+    static __attribute__((noinline)) void name(const struct matrix *m, int64_t tile, const float *x, const float *sums, \
+                                               float *y, const struct matrix *next) {                                 \
+        call;                                                                                                         \
+    }
+#define TILES(kind, rows, tiles)                                                                                      \
+    FOR_TILES(NAME(many_##kind##_##rows), NAME(tile_product)(m, kind, tiles, rows, tile, x, sums, y, next))           \
+    FOR_TILES(NAME(one_##kind##_##rows), NAME(tile_product)(m, kind, 1, rows, tile, x, sums, y, next))
+#define MORE(kind, rows)                                                                                              \
+    FOR_TILES(NAME(many_##kind##_##rows), NAME(more_of_tile)(m, kind, rows, tile, tile + MOST_TILES, x, sums, y, next)) \
+    FOR_TILES(NAME(one_##kind##_##rows), NAME(more_of_tile)(m, kind, rows, tile, tile + 1, x, sums, y, next))
+#if ROW_TILE >= 8
+#define ALL_TILES(kind) TILES(kind, 1, TILES_ONE) TILES(kind, 2, TILES_ONE) TILES(kind, 4, TILES_MANY) TILES(kind, 8, TILES_MANY)
+#define CHOICES(kind)                                                                                                 \
+    { CHOICE(kind, 8, TILES_MANY), CHOICE(kind, 4, TILES_MANY), CHOICE(kind, 2, TILES_ONE), CHOICE(kind, 1, TILES_ONE) }
+#define FOUR_BIT_CHOICES(kind) CHOICES(kind)
+#elif ROW_TILE >= 4
+#define ALL_TILES(kind) TILES(kind, 1, TILES_ONE) TILES(kind, 2, TILES_ONE) TILES(kind, 4, TILES_MANY)
+#define CHOICES(kind) { FEW_CHOICES(kind) }
+#define FEW_CHOICES(kind) CHOICE(kind, 4, TILES_MANY), CHOICE(kind, 2, TILES_ONE), CHOICE(kind, 1, TILES_ONE)
+#define MORE_CHOICE(kind, rows) CHOICE(kind, rows, MOST_TILES)
+#define FOUR_BIT_CHOICES(kind)                                                                                        \
+    { MORE_CHOICE(kind, 8), MORE_CHOICE(kind, 7), MORE_CHOICE(kind, 6), MORE_CHOICE(kind, 5), FEW_CHOICES(kind) }
+#else
+#define ALL_TILES(kind) TILES(kind, 1, TILES_ONE) TILES(kind, 2, TILES_ONE)
+#define CHOICES(kind) { CHOICE(kind, 2, TILES_ONE), CHOICE(kind, 1, TILES_ONE) }
+#define FOUR_BIT_CHOICES(kind) CHOICES(kind)
+#endif
+#define CHOICE(kind, rows, tiles) {rows, tiles, NAME(many_##kind##_##rows), NAME(one_##kind##_##rows)}
+ALL_TILES(4)
+ALL_TILES(5)
+ALL_TILES(6)
+ALL_TILES(8)
+#if ROW_TILE == 4
+MORE(4, 5) MORE(4, 6) MORE(4, 7) MORE(4, 8)
+MORE(5, 5) MORE(5, 6) MORE(5, 7) MORE(5, 8)
+#endif
+static const struct choice NAME(choices_4)[] = FOUR_BIT_CHOICES(4), NAME(choices_5)[] = FOUR_BIT_CHOICES(5),
+                           NAME(choices_6)[] = CHOICES(6), NAME(choices_8)[] = CHOICES(8);
+#undef FOR_TILES
+#undef TILES
+#undef MORE
+#undef ALL_TILES
+#undef CHOICES
+#undef FEW_CHOICES
+#undef MORE_CHOICE
+#undef FOUR_BIT_CHOICES
+#undef CHOICE
 
 /* For numbers of rows that are multiplied at a time: something of each, and functions by it. */
 #undef EACH_COUNT
@@ -273,9 +342,8 @@ static panel_work *const NAME(panel_work)[] = {COUNTED(panel)};
 #undef PANEL_WORK
 
 /* What the offsets of a matrix are multiplied with: sums of 16 inputs each, of which a block has one or two. */
-static void NAME(block_sums)(const struct matrix *m, const float *x, int64_t rows, float *sums) {
-    if (!HAS_OFFSETS(m->form)) return;
-    for (int64_t place = 0; place < rows * m->in; place += LANES) *sums++ = NAME(total)(NAME(load)(x + place));
+static void NAME(block_sums)(const float *x, int64_t count, float *sums) {
+    for (int64_t place = 0; place < count; place += LANES) *sums++ = NAME(total)(NAME(load)(x + place));
 }
 
 /* Tiles `tile` .. `end` - 1 for OPENED_FROM .. TOGETHER_OPENED rows: their codes are opened, a panel after the other, and stay in the

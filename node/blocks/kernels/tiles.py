@@ -269,9 +269,7 @@ class TiledMatrix(QuantisedMatrix):
         none before it.
         """
         output = np.empty((len(values), self.shape[0]), np.float32)  # torch would let others run
-        scratch = np.empty(
-            len(values) * (2 * self.shape[1] if self.described.rounds else self.shape[1] // LANES), np.float32
-        )
+        scratch = np.empty(3 * values.numel(), np.float32)  # SCRATCH_FLOATS; pages that nothing is written to are none
         threads = usable_threads() if output.size * self.shape[1] >= _WORTH_THREADS else 1
         places = values.data_ptr(), len(values), output.ctypes.data, scratch.ctypes.data
         self._functions.petalnode_multiply(self._by_reference, *places, threads)

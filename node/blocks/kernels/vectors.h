@@ -37,6 +37,13 @@ static float *floats(int64_t count, int wild) {
     return made;
 }
 
+/* The first ones are drawn: as many as the digests of docs/exact.md follow from. */
+static float *partly(int64_t count, int64_t first) {
+    float *made = memory(count * sizeof(float));
+    for (int64_t index = 0; index < first; index++) made[index] = value(0);
+    return made;
+}
+
 static void *bytes(int64_t count) {
     uint8_t *made = memory(count);
     for (int64_t index = 0; index < count; index++) made[index] = (uint8_t)(drawn() >> 56);
@@ -112,11 +119,11 @@ static int64_t product(int number, struct effort effort) {
     m.rounds = below(3) == 0;
     const float *pool = effort.pool ? floats(effort.pool, wild) : NULL;
     for (const int kept = drawn_arrays;; rows = counts[below(COUNT(counts))]) {
-        const int64_t given = rows * in, made = rows * (m.out + LANES), also = rows * ROUNDED_FLOATS(in);
+        const int64_t given = rows * in, made = rows * (m.out + LANES);
         float *x = pool ? memory(given * sizeof(float)) : floats(given, wild);
         for (int64_t r = 0; pool && r < rows; r++) memcpy(x + r * in, pool + below(effort.pool - in), in * sizeof(float));
         float *y = pool ? memory(made * sizeof(float)) : floats(made, 0);
-        float *scratch = pool ? memory(also * sizeof(float)) : floats(also, 0);
+        float *scratch = partly(rows * SCRATCH_FLOATS(in), pool ? 0 : 2 * given);
         petalnode_multiply(&m, x, rows, y, scratch, 1 + below(effort.threads));
         look_at(y, rows * m.out);
         forget(kept);
@@ -238,7 +245,8 @@ static int64_t steps(int64_t sessions, int64_t tokens, int64_t most_threads, int
         rows[r] = (struct row){.memory = memory(most(attending, 1) * 2 * kv * LONGEST * key_bytes((int32_t)held, dim)), .batch = 1,
                                .max_length = LONGEST, .padding = r ? 2 : 0, .states = states[r]};
     const int64_t threads = 1 + below(most_threads), most_scores = most(heads * LONGEST, (PROMPT + 1) * (experts + 1)) + LANES;
-    float *scratch = floats(petalnode_step_scratch(&shape, PROMPT, most_scores, threads) + LANES, 0);
+    const int64_t floats_beside = petalnode_step_scratch(&shape, PROMPT, most_scores, threads) + LANES;
+    float *scratch = partly(floats_beside, floats_beside - PROMPT * most(most(shape.inner, shape.mixed), most(heads * dim, hidden)));
     int64_t counts[2] = {0, 0};
     for (int64_t token = 0; token < tokens; token++) {
         const int64_t number = token ? sessions : PROMPT;
