@@ -310,11 +310,11 @@ def test_row_major_weights_with_a_bias(isa: str, dtype: torch.dtype) -> None:
     numbers = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
     described = Matrix(numbers[dtype], 37, 96, 96, weight.data_ptr(), None, None, bias.data_ptr())
     rows = rows_for(weight, 32)
-    results = []
+    results, scratch = [], torch.empty(3 * rows.numel())
     for count in (32, 7, 1):
         output = torch.empty(count, 37)
         found().functions.petalnode_multiply(
-            ctypes.byref(described), rows.data_ptr(), count, output.data_ptr(), torch.empty(3 * rows.numel()).data_ptr(), 1
+            ctypes.byref(described), rows.data_ptr(), count, output.data_ptr(), scratch.data_ptr(), 1
         )
         exact = rows[:count].double() @ weight.double().t() + bias
         assert (output - exact).norm() < 1e-6 * exact.norm()
@@ -332,9 +332,9 @@ def test_row_major_weights_with_long_rows(isa: str, dtype: torch.dtype) -> None:
     rows = rows_for(weight, 33)
 
     def times(part: torch.Tensor) -> torch.Tensor:
-        output = torch.full((len(part) + 1, len(weight)), 7.0)
+        output, scratch = torch.full((len(part) + 1, len(weight)), 7.0), torch.empty(3 * part.numel())
         found().functions.petalnode_multiply(
-            ctypes.byref(described), part.data_ptr(), len(part), output.data_ptr(), torch.empty(3 * part.numel()).data_ptr(), 2
+            ctypes.byref(described), part.data_ptr(), len(part), output.data_ptr(), scratch.data_ptr(), 2
         )
         assert bool((output[-1] == 7.0).all())
         return output[:-1]

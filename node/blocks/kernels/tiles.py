@@ -269,7 +269,7 @@ class TiledMatrix(QuantisedMatrix):
         none before it.
         """
         output = np.empty((len(values), self.shape[0]), np.float32)  # torch would let others run
-        scratch = np.empty(3 * values.numel(), np.float32)  # SCRATCH_FLOATS; pages that nothing is written to are none
+        scratch = np.empty(3 * values.numel(), np.float32)  # SCRATCH_FLOATS of kernels.c
         threads = usable_threads() if output.size * self.shape[1] >= _WORTH_THREADS else 1
         places = values.data_ptr(), len(values), output.ctypes.data, scratch.ctypes.data
         self._functions.petalnode_multiply(self._by_reference, *places, threads)
