@@ -1,10 +1,10 @@
 """Makes a GGUF file of a real shape with random weights and the default model's tokenizer.
 
-    python benchmarks/make_gguf.py SHAPE OUT.gguf [--kind Q4_0|Q4_K] [--blocks N] [--written A:B]
+    python benchmarks/make_gguf.py SHAPE OUT.gguf [--kind Q4_0|Q4_K] [--blocks N] [--experts N] [--written A:B]
 
 SHAPE is a name below. Random codes with scales that keep activations sane. Tensors are written one by one, so the disk
-alone bounds the size; `--blocks` makes a model of fewer blocks than the shape has; with `--written`, all other blocks
-are holes in the file.
+alone bounds the size; `--blocks` makes a model of fewer blocks than the shape has, `--experts` one of fewer experts, of
+which a token uses as many; with `--written`, all other blocks are holes in the file.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ class Shape:
     experts: int = 0
     used: int = 0
     expert_inner: int = 0
+    shared: int = 0
+    dense: int = 0
+    latent: int = 0
+    turned: int = 0
+    value_dim: int = 0
 
 
 SHAPES: Final = {
@@ -48,6 +53,7 @@ SHAPES: Final = {
     "llama-8b": Shape("llama", 32, 4096, 32, 8, 128, 14336),
     "llama-70b": Shape("llama", 80, 8192, 64, 8, 128, 28672),
     "qwen3-30b-a3b": Shape("qwen3moe", 48, 2048, 32, 4, 128, 6144, 128, 8, 768),
+    "deepseek-v2-lite": Shape("deepseek2", 27, 2048, 16, 1, 192, 10944, 64, 6, 1408, 2, 1, 512, 64, 128),
 }
 KINDS: Final = {"Q4_0": (32, 18), "Q4_K": (256, 144)}
 """Inputs that share a scale, and their bytes."""
@@ -58,14 +64,24 @@ def tensors(shape: Shape, vocabulary: int) -> Iterator[tuple[str, tuple[int, ...
     yield "token_embd.weight", (vocabulary, hidden)
     for number in range(shape.blocks):
         own: dict[str, tuple[int, ...]] = {"attn_norm": (hidden,), "ffn_norm": (hidden,)}
-        own |= {"attn_q": (wide, hidden), "attn_k": (narrow, hidden), "attn_v": (narrow, hidden)}
-        own |= {"attn_output": (hidden, wide)}
+        own |= {"attn_q": (wide, hidden)}
+        if shape.latent:
+            latent, plain = shape.latent, shape.head_dim - shape.turned
+            own |= {"attn_kv_a_mqa": (latent + shape.turned, hidden), "attn_kv_a_norm": (latent,)}
+            own |= {"attn_k_b": (shape.heads, latent, plain), "attn_v_b": (shape.heads, shape.value_dim, latent)}
+            own |= {"attn_output": (hidden, shape.heads * shape.value_dim)}
+        else:
+            own |= {"attn_k": (narrow, hidden), "attn_v": (narrow, hidden), "attn_output": (hidden, wide)}
         if shape.arch.startswith("qwen3"):
             own |= {"attn_q_norm": (shape.head_dim,), "attn_k_norm": (shape.head_dim,)}
-        if shape.experts:
+        if number >= shape.dense and shape.experts:
             stack = (shape.experts, shape.expert_inner, hidden)
             own |= {"ffn_gate_inp": (shape.experts, hidden), "ffn_gate_exps": stack, "ffn_up_exps": stack}
             own |= {"ffn_down_exps": (shape.experts, hidden, shape.expert_inner)}
+            inner = shape.shared * shape.expert_inner
+            if inner:
+                own |= {"ffn_gate_shexp": (inner, hidden), "ffn_up_shexp": (inner, hidden)}
+                own |= {"ffn_down_shexp": (hidden, inner)}
         else:
             own |= {"ffn_gate": (shape.inner, hidden), "ffn_up": (shape.inner, hidden)}
             own |= {"ffn_down": (hidden, shape.inner)}
@@ -110,11 +126,20 @@ def write_header(writer: gguf.GGUFWriter, shape: Shape, source: Path) -> int:
     writer.add_feed_forward_length(shape.inner)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
+    writer.add_key_length(shape.latent + shape.turned or shape.head_dim)
+    writer.add_value_length(shape.latent or shape.head_dim)
     writer.add_rope_freq_base(1e6)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(vocabulary)
+    if shape.latent:
+        writer.add_key_length_mla(shape.head_dim)
+        writer.add_value_length_mla(shape.value_dim)
+        writer.add_kv_lora_rank(shape.latent)
+        writer.add_rope_dimension_count(shape.turned)
+        writer.add_leading_dense_block_count(shape.dense)
+        writer.add_expert_shared_count(shape.shared)
+        writer.add_expert_weights_scale(1.0)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
     if shape.arch == "llama":
         writer.add_rope_dimension_count(shape.head_dim)
     if shape.experts:
@@ -157,12 +182,14 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--kind", choices=KINDS, default="Q4_0")
     parser.add_argument("--blocks", type=int)
+    parser.add_argument("--experts", type=int)
     parser.add_argument("--written", default="")
     options = parser.parse_args()
     shape = SHAPES[options.shape]
     first, _, end = options.written.partition(":")
     blocks = options.blocks or shape.blocks
-    make(replace(shape, blocks=blocks), options.out, options.kind, range(int(first or 0), int(end or blocks)))
+    shape = replace(shape, blocks=blocks, experts=options.experts or shape.experts)
+    make(shape, options.out, options.kind, range(int(first or 0), int(end or blocks)))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ...protocols.ids import ID_DIGITS, PLAIN, Boundaries, Layout
 from .cache import SpanCache
-from .caches.ragged import RAGGED
+from .caches.ragged import RAGGED, expand_by_session
 from .config import original_length
 from .images.groups import GROUPED, masks_of_groups
 from .images.layout import takes_positions
@@ -57,6 +57,7 @@ class BlockStack:
             rotary.register_forward_pre_hook(self._lengthen, with_kwargs=True)
             rotary.register_forward_hook(self._shorten)
         self.blocks = tuple(blocks)
+        expand_by_session(blocks)
         self._parts = 0  # of the tuple that a block returns; 0: a tensor alone
         self._ids: torch.Tensor | None = None
         self._input: torch.Tensor | None = None

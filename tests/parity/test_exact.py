@@ -42,9 +42,12 @@ def test_prompt_of_any_length_is_its_tokens_singly(name: str, tmp_path: Path, ke
         assert torch.equal(cache.memory, expected_cache.memory)
 
 
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 @pytest.mark.parametrize("numerics", ["none", "int8", "none/activations=int8", "none/cache=int8"])
-def test_other_sessions_threads_and_instructions_change_no_bit(numerics: str, tmp_path: Path, kernels: Library) -> None:
-    blocks = exact(save_tiny("llama", tmp_path / "model"), numerics)
+def test_other_sessions_threads_and_instructions_change_no_bit(
+    name: str, numerics: str, tmp_path: Path, kernels: Library
+) -> None:
+    blocks = exact(saved(name, tmp_path / "model"), numerics)
     assert blocks.step is not None
     random, hidden = Random(numerics), values(1, LENGTH)
     expected = one_by_one(blocks, hidden, blocks.make_cache(1, LENGTH))

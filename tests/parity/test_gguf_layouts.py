@@ -11,6 +11,7 @@ import torch
 
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.blocks.kernels import library
+from petalnode.node.blocks.kernels.heads import HeadMatrices
 from petalnode.node.blocks.kernels.tiles import TiledMatrix
 from petalnode.node.blocks.quantisation.matrix import QuantisedLinear
 from petalnode.node.blocks.quantisation.slots import QuantisedExperts
@@ -57,6 +58,27 @@ def test_answers_are_those_of_model_that_was_converted(tmp_path: Path, kind: str
     expected, found = model(tokens()).logits, served(resolve(file).path, "torch")
     assert off(found, expected) < 1e-5
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.skipif(library.library() is None, reason="the kernels are not built (make setup, with a C compiler)")
+@pytest.mark.parametrize("kind", ["deepseek2", "deepseek2 of softmax"])
+@pytest.mark.parametrize("stored", ["Q4_1", "Q8_0", "BF16"])
+@torch.inference_mode()
+def test_matrices_of_latents_stay_in_bits_of_file(tmp_path: Path, stored: str, kind: str) -> None:
+    file = tmp_path / "model.gguf"
+    write_layout(file, kind, stored)
+    options: Any = {"dtype": "float32", "device": "cpu"}
+    spans = [load_span(resolve(file).path, Span(0, 2), kernels=kernels, **options) for kernels in ("torch", "native")]
+    assert spans[1].step is not None
+    held = spans[1].stack.blocks[0].get_submodule("self_attn.kv_b_proj")
+    assert isinstance(held, QuantisedLinear) and isinstance(held.matrix, HeadMatrices)
+    hidden = torch.randn(2, 12, spans[0].hidden_size, generator=torch.Generator().manual_seed(1))
+    said = []
+    for span in spans:
+        cache = span.make_cache(2, 12, [0, 3])
+        parts = [span.forward(part, cache) for part in hidden.split((9, 1, 2), dim=1)]
+        said.append(torch.cat(parts, dim=1))
+    assert off(said[1], said[0]) < 1e-5
 
 
 @pytest.mark.skipif(library.library() is None, reason="the kernels are not built (make setup, with a C compiler)")

@@ -29,7 +29,7 @@ def loaded(folder: Path, form: str) -> tuple[torch.Tensor, BlockSpan, BlockSpan]
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["llama", "qwen2_sliding", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2_sliding", "gemma3", "gpt2", "deepseek_v2"])
 def test_steps_are_those_of_torch_on_every_processor(name: str, form: str, tmp_path: Path, kernels: Library) -> None:
     """A last bit may decide how a value is rounded, but few of them are: not a third of what all roundings make."""
     exact, by_torch, native = loaded(saved(name, tmp_path / "model"), form)

@@ -93,7 +93,7 @@ def test_row_does_not_depend_on_rows_beside_it(tmp_path: Path, quantisation: str
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2", "qwen3_moe", "gpt_oss", "glm4_moe", "qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2", "qwen3_moe", "gpt_oss", "qwen3_next", "deepseek_v3"])
 def test_steps_do_not_depend_on_number_of_threads(name: str, tmp_path: Path) -> None:
     blocks = load_span(saved(name, tmp_path / "model"), SPAN, dtype="float32", device="cpu", kernels="native")
     assert blocks.step is not None
@@ -208,16 +208,16 @@ def test_gguf_weights_are_held_in_their_own_form(gguf_folder: Path) -> None:
 @needs_kernels
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("qwen3", torch.bfloat16), ("gpt2", torch.float16), ("mixtral", torch.bfloat16)],
-    ids=["qwen3", "gpt2", "mixtral"],
+    [("qwen3", torch.bfloat16), ("gpt2", torch.float16), ("mixtral", torch.bfloat16), ("youtu", torch.bfloat16)],
+    ids=["qwen3", "gpt2", "mixtral", "youtu"],
 )
 def test_matrices_of_sixteen_bits_stay_so(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    by_torch, native = pair(save_tiny(name, tmp_path / "model", dtype=dtype))
+    by_torch, native = pair(saved(name, tmp_path / "model", dtype=dtype))
     assert native.step is not None and native.quantisation == "none"
     held = [
         module for block in native.stack.blocks for module in block.modules() if isinstance(module, QuantisedLinear)
     ]
-    assert len(held) == len(SPAN) * (7 if name == "qwen3" else 4)
+    assert len(held) == len(SPAN) * {"qwen3": 7, "youtu": 8}.get(name, 4)
     assert all(
         isinstance(module.matrix, StoredMatrix) and module.matrix.tensors()["weight"].dtype == dtype for module in held
     )

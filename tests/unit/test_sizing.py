@@ -152,8 +152,8 @@ def test_a_cache_by_the_words_of_several_configurations() -> None:
     assert cache_bytes_per_block({"n_embd": 768, "n_head": 12}, 4, 10) == 2 * 12 * 64 * 4 * 10
     assert cache_bytes_per_block({}, 4, 10) == 0
     assert cache_bytes_per_block(llama, 4, 1000, "bfloat16") == 2 * 8 * 128 * 2 * 1000
-    latent = llama | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 96}
-    assert cache_bytes_per_block(latent, 2, 1000) == 32 * (128 + 64 + 96) * 2 * 1000
+    latent = llama | {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 96}
+    assert cache_bytes_per_block(latent, 2, 1000) == (512 + 64) * 2 * 1000
     assert cache_bytes_per_block(llama, 4, 1000, "int8") == 2 * 8 * (128 + 2 * 4) * 1000
 
 

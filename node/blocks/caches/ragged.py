@@ -4,8 +4,9 @@ session on keys and values of its own length. No padding, no copy of the cache, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -22,6 +23,8 @@ RAGGED = "petalnode_ragged"
 _HARMLESS = frozenset(
     {"position_ids", "use_cache", "sliding_window", "is_causal", "layer_idx", "cache_position", "max_length_q"}
 )
+
+_KeysValues: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class NotRagged(Exception):
@@ -41,6 +44,37 @@ class RaggedRows(list[torch.Tensor]):
     def opened(self, held: torch.Tensor) -> torch.Tensor:
         """The values of one of them, [rows, heads, length, dim]."""
         return self.form.opened(held, self.dim)
+
+    def with_values(self, held: torch.Tensor, values: RaggedRows, held_values: torch.Tensor) -> _KeysValues:
+        """Keys and values of a session, where this is of keys."""
+        return self.opened(held), values.opened(held_values)
+
+
+class LatentRows(RaggedRows):
+    """The same of what keys and values are made of (multi-head latent attention, arXiv 2405.04434), a session at a
+    time: `attention` makes them of latents and turned keys."""
+
+    def __init__(self, latents: RaggedRows, attention: Any) -> None:
+        super().__init__(latents.form, latents.dim, latents.window)
+        self.extend(latents)
+        self._attention = attention
+
+    def with_values(self, held: torch.Tensor, values: RaggedRows, held_values: torch.Tensor) -> _KeysValues:
+        made = type(self._attention).expand_kv(self._attention, self.opened(held), values.opened(held_values))
+        return cast(_KeysValues, made)
+
+
+def expand_by_session(blocks: Iterable[torch.nn.Module]) -> None:
+    """Has blocks with latents take those of several sessions."""
+    for module in (module for block in blocks for module in block.modules()):
+        if hasattr(type(module), "expand_kv"):
+            cast(Any, module).expand_kv = partial(_expanded, module)
+
+
+def _expanded(attention: Any, latents: Any, turned: Any) -> Any:
+    if isinstance(latents, RaggedRows):
+        return LatentRows(latents, attention), turned
+    return type(attention).expand_kv(attention, latents, turned)
 
 
 class RaggedView(StateView):
@@ -133,7 +167,7 @@ def ragged_attention(
     outputs = []
     taken = 0
     for held_keys, held_values in zip(key, value, strict=True):
-        keys, values = key.opened(held_keys), value.opened(held_values)
+        keys, values = key.with_values(held_keys, value, held_values)
         rows, kv_heads = keys.shape[:2]
         packed = query[taken : taken + rows].reshape(rows, kv_heads, heads // kv_heads, -1)
         taken += rows

@@ -41,7 +41,18 @@ static void hold_key(int32_t held, const float *x, int64_t dim, uint8_t *into) {
     }
 }
 
+/* Values of a row: of what queries and what is looked at take, of keys, of latents of all heads, and at most of what is multiplied. */
+struct widths { int64_t wide, narrow, latents, most; };
+
+INLINE struct widths widths_of(const struct shape *s) {
+    const int64_t wide = most(s->heads * most(s->head_dim, s->value_dim), s->hidden);
+    struct widths w = {most(wide, s->mixed), s->kv_heads * s->head_dim, s->heads * s->latent, 0};
+    if (s->latent) w.narrow = s->latent + s->rotary_dim;
+    w.most = most(most(s->inner, w.wide), s->low);
+    return w;
+}
+
 /* float32 that each thread of a step has for itself: an opened panel, and `score_count`. */
 INLINE int64_t own_count(const struct shape *s, int64_t score_count) {
-    return score_count + (s->held == HELD_F32 ? 0 : PANEL * s->head_dim);
+    return score_count + (s->held == HELD_F32 ? 0 : PANEL * (s->latent ? s->latent + s->rotary_dim : s->head_dim));
 }

@@ -2,7 +2,7 @@
  *
  * Weights are multiplied in the form in which they are held; activations stay float32, so that results are exact to
  * rounding. No dependencies. Here are the forms, what each instruction set has to offer, and the functions that Python
- * calls. products.h, tiles.h, step.h, attention.h and recurrent.h are included once for each instruction set, with ISA defined; `petalnode_select`
+ * calls. products.h, tiles.h, step.h, attention.h, latent.h and recurrent.h are included once for each instruction set, with ISA defined; `petalnode_select`
  * takes the best one that the processor has. plain.h, x86.h and arm.h have those, tiles.h products with packed weights,
  * bytes.h those of whole numbers for rows that are rounded, threads.h the threads that help, cache.h how keys and values
  * are held, ahead.h what is fetched early, pages.h what is read early, rotary.h cosines and sines, recurrent.h convolutions
@@ -67,7 +67,7 @@
 #endif
 
 #define LANES 16
-#define INTERFACE_VERSION 15 /* of this file towards library.py */
+#define INTERFACE_VERSION 16 /* of this file towards library.py */
 #define MOST_ROWS 8 /* that are multiplied at a time */
 #define AHEAD 8 /* tokens, whose keys are fetched */
 #define ATTENDED 16 /* query heads of some rows, that look at the same keys at a time */
@@ -146,7 +146,7 @@ struct rounded {
 #define BY_BYTES(m)                                                                                                   \
     ((m)->in % ROUND == 0 && (EIGHT_BITS((m)->form) || (FOUR_BITS((m)->form) && (m)->block == ROUND)))
 
-/* One row of a batch: `memory` is its session's cache, for each block with attention keys, then values, each
+/* One row of a batch: `memory` is its session's cache, for each block with attention keys, then values (or latents, then turned keys), each
  * [batch][kv_heads][max_length] of what is held; `length` tokens are held, those before `padding` are not looked at. `states`:
  * of each block with a delta rule what its convolution has seen last, [batch][channels][held], as it was before (NULL: zeros)
  * and as it is to be, then likewise the rule's state, [batch][heads][key_dim][value_dim]. */
@@ -185,7 +185,9 @@ struct delta {
  * norms of queries and keys (with `whole` of all heads at once), the gate's codes. With `experts`, gate, up and down are those of an expert that all tokens share, or not there.
  * `sinks`: of each head, a score beside those of the tokens; `favours`: of each expert, what is added before experts are
  * chosen, and not to their shares; `shared`: what decides by how much the shared one counts. `delta`: there is no attention.
- * `query` has a gate behind the values of each head if it has twice as many outputs as `output` has inputs. */
+ * `query` has a gate behind the values of each head if it has twice as many outputs as `output` has inputs. With latents
+ * (latent.h) `key` gives a row's latent, whose norm is `key_norm`, and its turned key, and there is no `value`; with `low`,
+ * `query` gets what that gives, through `query_norm`. */
 struct block {
     const float *input_norm, *input_bias, *output_norm, *output_bias, *query_norm, *key_norm, *attention_norm, *mlp_norm;
     const float *sinks, *favours, *shared;
@@ -194,7 +196,9 @@ struct block {
     int32_t rotary, experts; /* which of the tables of cosines and sines; how many */
     float scale;             /* of the scores of attention */
     int32_t each;            /* ranges of an expert */
-    struct matrix query, key, value, output, gate, up, down, router;
+    int32_t turned;          /* the first ones of `latent` are [values of a query][latent], and are multiplied from the other side */
+    struct matrix query, key, value, output, gate, up, down, router, low;
+    const struct matrix *latent; /* [heads][2]: through which queries meet latents, and what makes values of these */
     const struct matrix *expert; /* [experts][3]: gate, up, down; no `up`: the gate's outputs are both in turns */
     const struct range *ranges;  /* [experts][each]: where these stand in mapped files; NULL: in memory */
 };
@@ -204,13 +208,17 @@ enum activation { ACTIVATION_NONE = 0, ACTIVATION_SILU = 1, ACTIVATION_GELU_TANH
 /* What an expert's share is: the router's softmax, or that of the chosen ones alone, or a logistic function of its output. */
 enum routing { ROUTING_SOFTMAX = 0, ROUTING_CHOSEN = 1, ROUTING_SIGMOID = 2 };
 
+/* Where the two values stand that are turned together: half a head apart; side by side; or side by side before, apart then. */
+enum pairs { PAIRS_APART = 0, PAIRS_BESIDE = 1, PAIRS_PARTED = 2 };
+
 /* `inner`: the most outputs of a gate; `chosen`: experts of a token, whose shares are made to add up to one or not, of
  * `kept` of `groups` of experts; `held`: enum held; `mixing`: float32 that a delta rule
- * needs for a row, `mixed`: values that it gives. */
+ * needs for a row, `mixed`: values that it gives; `latent`: values of a latent, 0: there are none; `low`: the most outputs of
+ * `low` of a block. */
 struct shape {
-    int32_t hidden, heads, kv_heads, head_dim, inner, rotary_dim, activation, chosen, shares_add_up, held;
-    int32_t routing, groups, kept, mixing, mixed;
-    float eps, softcap; /* 0: none */
+    int32_t hidden, heads, kv_heads, head_dim, value_dim, inner, rotary_dim, activation, chosen, shares_add_up, held;
+    int32_t routing, groups, kept, mixing, mixed, pairs, latent, low;
+    float eps, latent_eps, softcap; /* 0: none */
     float routed_scale, alpha, limit; /* of the shares; of the activation of experts without `up` */
 };
 
@@ -592,8 +600,8 @@ EXPORT int32_t petalnode_delta(const struct delta_rule *d, int64_t threads) {
 
 /* float32 of a step's scratch, of which each of `threads` has `score_count` and a panel at the end. */
 EXPORT int64_t petalnode_step_scratch(const struct shape *s, int64_t rows, int64_t score_count, int64_t threads) {
-    int64_t wide = most(most(s->heads * s->head_dim, s->hidden), s->mixed), narrow = s->kv_heads * s->head_dim;
-    int64_t values = 2 * s->hidden + 2 * wide + 2 * narrow + 2 * s->inner + SCRATCH_FLOATS(most(s->inner, wide)) + s->mixing + 1;
+    const struct widths w = widths_of(s);
+    int64_t values = 2 * s->hidden + 2 * w.wide + 2 * w.narrow + 2 * s->inner + w.latents + s->low + SCRATCH_FLOATS(w.most) + s->mixing + 1;
     return rows * values + threads * own_count(s, score_count);
 }
 

@@ -39,12 +39,13 @@ HEADERS: Final = (
     "rotary.h",
     "step.h",
     "attention.h",
+    "latent.h",
     "recurrent.h",
     "packing.h",
     "threads.h",
     "vectors.h",
 )
-INTERFACE: Final = 15
+INTERFACE: Final = 16
 """As in kernels.c: goes up whenever a function or structure there changes."""
 ISA_VARIABLE: Final = "PETALNODE_KERNELS_ISA"
 """One of `ISAS`, in place of the best that the processor has: for comparisons. `none`: no kernels."""
@@ -125,9 +126,9 @@ class Block(ctypes.Structure):
             "mlp_norm", "sinks", "favours", "shared", "delta",
         )),
         ("window", ctypes.c_int64), ("whole", ctypes.c_int64), ("rotary", ctypes.c_int32), ("experts", ctypes.c_int32),
-        ("scale", ctypes.c_float), ("each", ctypes.c_int32),
-        *((name, Matrix) for name in ("query", "key", "value", "output", "gate", "up", "down", "router")),
-        ("expert", ctypes.c_void_p), ("ranges", ctypes.c_void_p),
+        ("scale", ctypes.c_float), ("each", ctypes.c_int32), ("turned", ctypes.c_int32),
+        *((name, Matrix) for name in ("query", "key", "value", "output", "gate", "up", "down", "router", "low")),
+        ("latent", ctypes.c_void_p), ("expert", ctypes.c_void_p), ("ranges", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -136,10 +137,10 @@ class Shape(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in (
-            "hidden", "heads", "kv_heads", "head_dim", "inner", "rotary_dim", "activation", "chosen", "shares_add_up",
-            "held", "routing", "groups", "kept", "mixing", "mixed",
+            "hidden", "heads", "kv_heads", "head_dim", "value_dim", "inner", "rotary_dim", "activation", "chosen",
+            "shares_add_up", "held", "routing", "groups", "kept", "mixing", "mixed", "pairs", "latent", "low",
         )),
-        *((name, ctypes.c_float) for name in ("eps", "softcap", "routed_scale", "alpha", "limit")),
+        *((name, ctypes.c_float) for name in ("eps", "latent_eps", "softcap", "routed_scale", "alpha", "limit")),
     )  # fmt: skip
 
 
@@ -200,7 +201,7 @@ class Vectors:
     seed: int = 1
     products: int = 95
     steps: int = 24
-    digest: int = 0x5E99A2E99DBE744B
+    digest: int = 0xA23EB0FCF013F69E
 
 
 VECTORS: Final = Vectors()

@@ -38,6 +38,7 @@ from ..quantisation.quantiser import QuantisedCache
 from ..quantisation.slots import MatrixSlot, QuantisedExperts, matrix_slots, put_matrices
 from ..quantisation.stored import StoredQuantised
 from ..skeleton import Skeleton, build, fill, quantised_weights, stored_weights
+from .heads import Forms, HeadMatrices, forms_of, nbytes_of
 from .library import Library, usable_threads
 from .tiles import (
     FORMS,
@@ -65,7 +66,7 @@ _STORED_WORTH: Final = 1.25
 """The same for weights of 16 bits, which take half the memory."""
 _HALVES: Final = {"BF16": torch.bfloat16, "F16": torch.float16}
 
-Packed = Mapping[MatrixSlot, TiledMatrix]
+Packed = Mapping[MatrixSlot, TiledMatrix | HeadMatrices]
 FewBits: TypeAlias = GgufWeights | StoredQuantised
 
 
@@ -117,7 +118,7 @@ class Packer:
         (dtype, *others) = {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
         return None if others else _HALVES.get(dtype)
 
-    def _mapped(self, span: Span, dtype: torch.dtype) -> dict[int, Packed]:
+    def _mapped(self, span: Span, dtype: torch.dtype) -> dict[int, dict[MatrixSlot, TiledMatrix]]:
         """The matrices of a checkpoint in `dtype`, of its mapped files where they need not be put together."""
         alone = build(read_config(self.folder), dtype)
         blocks = dict(zip(range(span.start, span.end), alone.keep_only(span), strict=True))
@@ -134,7 +135,7 @@ class Packer:
     def _packed(self, stored: FewBits, blocks: Mapping[int, nn.Module]) -> dict[int, Packed]:
         """The matrices of GGUF files, or quantised ones, in the kernels' forms, several read at once and no more."""
         held = {number: packable(stored, self.skeleton, number, block) for number, block in blocks.items()}
-        total = sum(FORMS[form].nbytes(slot.shape) for slots in held.values() for slot, form in slots.items())
+        total = sum(nbytes_of(forms) for slots in held.values() for forms in slots.values())
         cache = self._cache() if self.on_disk else None
         digests = part_digests(self.weights, blocks, self.progress) if self.on_disk else {}
         done = 0
@@ -157,14 +158,16 @@ class Packer:
         """Where experts are left on the disk."""
         return QuantisedCache(f"experts{_LAYOUT}", canonical_architecture(read_raw_config(self.folder)))
 
-    def _matrix(self, stored: FewBits, number: int, slot: MatrixSlot) -> TiledMatrix:
+    def _matrix(self, stored: FewBits, number: int, slot: MatrixSlot) -> TiledMatrix | HeadMatrices:
         name = self.skeleton.parameter(number, slot.parameter)
+        if isinstance(stored, GgufWeights) and stored.of_heads(name):
+            return HeadMatrices.of_stored(stored, name, slot.shape)
         matrix = TiledMatrix.of_stored(str(stored.kind(name)), stored.stored(name, slot.expert), slot.shape)
         if self.rounds:
             matrix.round_rows()
         return matrix
 
-    def _worth(self, blocks: Mapping[int, Packed]) -> dict[int, Packed]:
+    def _worth(self, blocks: Mapping[int, Mapping[MatrixSlot, TiledMatrix]]) -> dict[int, Packed]:
         """Those whose products are to be taken from the kernels, by form and shape."""
         together: dict[tuple[str, tuple[int, int]], list[TiledMatrix]] = defaultdict(list)
         for packed in blocks.values():
@@ -179,7 +182,7 @@ class Packer:
         }
 
 
-def _left(cache: QuantisedCache, digest: bytes, slots: Mapping[MatrixSlot, str], made: Packed) -> Packed:
+def _left(cache: QuantisedCache, digest: bytes, slots: Mapping[MatrixSlot, Forms], made: Packed) -> Packed:
     """The experts of a block as they are in a file from now on.
 
     Raises:
@@ -200,11 +203,11 @@ def _left(cache: QuantisedCache, digest: bytes, slots: Mapping[MatrixSlot, str],
     return found
 
 
-def _restored(tensors: Mapping[str, Tensor] | None, slots: Mapping[MatrixSlot, str]) -> dict[MatrixSlot, TiledMatrix]:
+def _restored(tensors: Mapping[str, Tensor] | None, slots: Mapping[MatrixSlot, Forms]) -> dict[MatrixSlot, Any]:
     """The experts among `slots` as a file of the cache has them; none if it is not there, or is of other experts."""
     found = {}
     try:
-        for slot, form in slots.items():
+        for slot, ((form, _), *_) in slots.items():
             if slot.expert is not None:
                 parts = {part: (tensors or {})[f"{slot.name}.{part}"] for part in FORMS[form].kinds(slot.shape)}
                 found[slot] = TiledMatrix.from_tensors(form, slot.shape, parts)
@@ -213,16 +216,17 @@ def _restored(tensors: Mapping[str, Tensor] | None, slots: Mapping[MatrixSlot, s
     return found
 
 
-def packable(stored: FewBits, skeleton: Skeleton, number: int, block: nn.Module) -> dict[MatrixSlot, str]:
-    """The matrices of block `number` that the kernels hold in the file's bits, and the names of their forms."""
+def packable(stored: FewBits, skeleton: Skeleton, number: int, block: nn.Module) -> dict[MatrixSlot, Forms]:
+    """The matrices of block `number` that the kernels hold in the file's bits, and how."""
     found = {}
     slots = matrix_slots(block)
     for slot in slots:
-        kind = stored.kind(skeleton.parameter(number, slot.parameter))
-        turned = slot.transposed and not isinstance(stored, GgufWeights)
-        form = None if kind is None or turned else held_as(kind, slot.shape)
-        if form is not None:
-            found[slot] = form
+        name, of_file = skeleton.parameter(number, slot.parameter), isinstance(stored, GgufWeights)
+        kind = stored.kind(name) if of_file or not slot.transposed else None
+        parts = stored.of_heads(name) if isinstance(stored, GgufWeights) else ()
+        forms = forms_of(parts or (((kind, slot.shape),) if kind is not None else ()))
+        if forms:
+            found[slot] = forms
     return whole_modules(slots, found)
 
 
@@ -245,7 +249,7 @@ def packed_bytes(stored: GgufWeights, skeleton: Skeleton, number: int, block: nn
     slots = packable(stored, skeleton, number, block)
     gone = {slot.parameter for slot in slots}
     opened = sum(value.nbytes for name, value in block.named_parameters() if name not in gone)
-    held = {slot: FORMS[form].nbytes(slot.shape) for slot, form in slots.items()}
+    held = {slot: nbytes_of(forms) for slot, forms in slots.items()}
     experts = sum(nbytes for slot, nbytes in held.items() if slot.expert is not None)
     return opened + sum(held.values()), experts
 

@@ -279,13 +279,13 @@ static void NAME(row_major)(const struct matrix *m, int form, int64_t from, int6
 
 /* --- products with float32 weights whose columns stand one behind the other (Conv1D): lanes run along the outputs --- */
 
-INLINE void NAME(columns)(const struct matrix *m, int vectors, int64_t first, const float *x, float *y) {
+INLINE void NAME(columns)(const struct matrix *m, int form, int vectors, int64_t first, const float *x, float *y) {
     V total[4];
     UNROLL for (int v = 0; v < vectors; v++) total[v] = NAME(zero)();
     for (int64_t k = 0; k < m->in; k++) {
         V value = NAME(set)(x[k]);
         UNROLL for (int v = 0; v < vectors; v++)
-            total[v] = NAME(fma)(NAME(load)((const float *)m->codes + k * m->block + first + v * LANES), value, total[v]);
+            total[v] = NAME(fma)(NAME(weights)(m, k * m->block + first + v * LANES, form), value, total[v]);
     }
     UNROLL for (int v = 0; v < vectors; v++) {
         if (m->bias) total[v] = NAME(add)(total[v], NAME(load)(m->bias + first + v * LANES));
@@ -381,8 +381,8 @@ static void NAME(outputs_of)(const struct matrix *m, int64_t piece, const float 
     case FORM_F32_COLUMNS:
         for (int64_t r = 0; r < rows; r++) {
             int64_t first = from;
-            for (; first + 4 * LANES <= to; first += 4 * LANES) NAME(columns)(m, 4, first, x + r * m->in, y + r * m->out);
-            for (; first < to; first += LANES) NAME(columns)(m, 1, first, x + r * m->in, y + r * m->out);
+            for (; first + 4 * LANES <= to; first += 4 * LANES) NAME(columns)(m, FORM_F32, 4, first, x + r * m->in, y + r * m->out);
+            for (; first < to; first += LANES) NAME(columns)(m, FORM_F32, 1, first, x + r * m->in, y + r * m->out);
         }
         break;
     default: NAME(tiled)(m, tile, end, x, rows, y, sums, next);
@@ -408,19 +408,22 @@ static void NAME(multiply)(const struct matrix *m, const float *x, int64_t rows,
     do_pieces(threads, NAME(product_piece), &job, GROUPS(m));
 }
 
-static void NAME(unpack)(const struct matrix *m, int64_t first, int64_t last, float *panel) {
-    const int64_t count = m->in / m->block, width = (last - first) * LANES;
+/* What inputs `from` .. `to` - 1 of a tile, all of one block, are multiplied with: float32 [to - from][LANES], `width` apart. */
+INLINE void NAME(open_weights)(const struct matrix *m, int64_t tile, int64_t from, int64_t to, int64_t width, float *into) {
     const int offset = HAS_OFFSETS(m->form);
     const V more = NAME(set)(FOUR_BITS(m->form) && offset ? 8.0f : 0.0f); /* codes are held as code - 8 */
+    V add = NAME(zero)(), scale = NAME(scales)(m, m->form, tile, m->in / m->block, from / m->block, &add);
+    NAME(open_codes)(m, tile, from, to, width, into);
+    /* scale * code has few enough bits to be exact where an offset is added: one rounding in all */
+    for (int64_t k = from; k < to; k++, into += width) {
+        const V code = NAME(load)(into);
+        NAME(store)(into, offset ? NAME(fma)(scale, NAME(add)(code, more), add) : NAME(mul)(scale, code));
+    }
+}
+
+static void NAME(unpack)(const struct matrix *m, int64_t first, int64_t last, float *panel) {
+    const int64_t width = (last - first) * LANES;
     for (int64_t tile = first; tile < last; tile++)
-        for (int64_t number = 0; number < count; number++) {
-            V add = NAME(zero)(), scale = NAME(scales)(m, m->form, tile, count, number, &add);
-            float *into = panel + number * m->block * width + (tile - first) * LANES;
-            NAME(open_codes)(m, tile, number * m->block, (number + 1) * m->block, width, into);
-            /* scale * code has few enough bits to be exact where an offset is added: one rounding in all */
-            for (int64_t k = 0; k < m->block; k++, into += width) {
-                const V code = NAME(load)(into);
-                NAME(store)(into, offset ? NAME(fma)(scale, NAME(add)(code, more), add) : NAME(mul)(scale, code));
-            }
-        }
+        for (int64_t from = 0; from < m->in; from += m->block)
+            NAME(open_weights)(m, tile, from, from + m->block, width, panel + from * width + (tile - first) * LANES);
 }

@@ -63,7 +63,7 @@ struct NAME(state) {
     const struct row *rows;
     int64_t number, index, mixed, score_count, threads, several, together; /* `index`, `mixed`: blocks with attention, with delta rules before */
     const float *cosines, *sines;
-    float *hidden, *normed, *added, *query, *key, *value, *attended, *gate, *up, *sums, *mixing, *scores;
+    float *hidden, *normed, *added, *query, *key, *value, *attended, *gate, *up, *latents, *low, *sums, *mixing, *scores;
     int64_t *counts;
 };
 
@@ -132,6 +132,8 @@ static void NAME(adapt)(const struct NAME(state) *w, const struct change *change
     }
 }
 
+#include "latent.h"
+
 /* --- experts (Fedus et al. 2021; as Mixtral, Qwen3-MoE, gpt-oss and DeepSeek-V3 choose them) --- */
 
 /* The largest of `count` values, of equal ones the first. */
@@ -142,7 +144,8 @@ INLINE int64_t NAME(largest)(const float *values, int64_t count) {
     return best;
 }
 
-/* Leaves of `choice` the groups whose two largest values have the largest sums. */
+/* Leaves of `choice` the groups whose two largest values have the largest sums; of the softmax's shares, whose largest are the
+ * largest (DeepSeek-V2). */
 static void NAME(keep_groups)(const struct shape *s, float *choice, int64_t all) {
     float sums[MOST_CHOSEN];
     const int64_t size = all / s->groups;
@@ -152,7 +155,7 @@ static void NAME(keep_groups)(const struct shape *s, float *choice, int64_t all)
         for (int64_t e = 0; e < size; e++)
             if (own[e] > first) second = first, first = own[e];
             else if (own[e] > second) second = own[e];
-        sums[group] = first + second;
+        sums[group] = s->routing == ROUTING_SOFTMAX ? first : first + second;
     }
     for (int64_t left = s->kept; left; left--) sums[NAME(largest)(sums, s->groups)] = -LARGEST;
     for (int64_t e = 0; e < all; e++)
@@ -279,6 +282,7 @@ static void NAME(one_block)(const struct NAME(state) *w, const struct change *ch
     const struct matrix *widening = b->experts ? &b->router : gated ? &b->gate : &b->up;
     NAME(norm_rows)(s, w->hidden, b->input_norm, b->input_bias, number, w->normed);
     if (b->delta) NAME(mix)(w);
+    else if (s->latent) NAME(latent_attention)(w, changes, changed);
     else NAME(attention)(w, changes, changed);
     int apart = b->attention_norm || changed; /* the sum with `hidden` waits for all outputs */
     NAME(linear)(w, (struct NAME(linears)){.m = {&b->output}, .x = w->attended, .rows = number, .count = 1,
@@ -315,7 +319,8 @@ static void NAME(one_block)(const struct NAME(state) *w, const struct change *ch
 
 static void NAME(step)(const struct step *t, int64_t threads) {
     const struct shape *s = t->shape;
-    const int64_t number = t->number, wide = most(most(s->heads * s->head_dim, s->hidden), s->mixed), narrow = s->kv_heads * s->head_dim;
+    const int64_t number = t->number;
+    const struct widths width = widths_of(s);
     struct NAME(state) w = {.s = s, .rows = t->rows, .number = number, .threads = threads, .several = t->several,
                             .together = t->several ? most(ATTENDED * s->kv_heads / s->heads, 1) : 1, .cosines = t->cosines,
                             .sines = t->sines, .hidden = t->hidden, .counts = t->counts,
@@ -323,13 +328,15 @@ static void NAME(step)(const struct step *t, int64_t threads) {
     w.normed = t->scratch;
     w.added = w.normed + number * s->hidden;
     w.query = w.added + number * s->hidden;
-    w.attended = w.query + number * wide;
-    w.key = w.attended + number * wide;
-    w.value = w.key + number * narrow;
-    w.gate = w.value + number * narrow;
+    w.attended = w.query + number * width.wide;
+    w.key = w.attended + number * width.wide;
+    w.value = w.key + number * width.narrow;
+    w.gate = w.value + number * width.narrow;
     w.up = w.gate + number * s->inner;
-    w.sums = w.up + number * s->inner;
-    w.mixing = w.sums + number * SCRATCH_FLOATS(most(s->inner, wide));
+    w.latents = w.up + number * s->inner;
+    w.low = w.latents + number * width.latents;
+    w.sums = w.low + number * s->low;
+    w.mixing = w.sums + number * SCRATCH_FLOATS(width.most);
     w.scores = w.mixing + number * s->mixing;
     for (int64_t index = 0, done = 0; index < t->count; index++) {
         int64_t changed = 0;

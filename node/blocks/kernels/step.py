@@ -25,6 +25,7 @@ from ..quantisation.slots import QuantisedExperts, expert_stacks
 from ..span_adapter import AdapterRows, SpanAdapter
 from .changes import FORM_F32, FORM_F32_COLUMNS, Changes
 from .delta import describe_delta, entering_states, layout_of, mixing_floats
+from .latents import describe_latents, has_latents, in_two, score_floats
 from .library import Block, Change, Library, Matrix, Row, Shape, StepStruct, Unsuitable
 from .tiles import LANES, MOST_ROWS, TiledMatrix, rows_of
 
@@ -32,7 +33,7 @@ _MODEL_TYPES: Final = frozenset(
     {
         *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gpt2", "mixtral", "qwen3_moe"),
         *("gpt_oss", "glm4_moe", "dots1", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo2"),
-        *("olmo_hybrid", "kimi_linear"),
+        *("olmo_hybrid", "kimi_linear", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu"),
     }
 )
 _ACTIVATIONS: Final = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2}
@@ -42,7 +43,10 @@ _TOGETHER: Final = 256
 """Rows that are computed at once, where there are more: their memory is bounded, and the bits are the same."""
 _ATTENDED: Final = 16
 """As in kernels.c."""
-_ROUTING: Final = {"gpt_oss": 1, "glm4_moe": 2, "dots1": 2, "kimi_linear": 2}
+_ROUTING: Final = {
+    "gpt_oss": 1,
+    **dict.fromkeys(("glm4_moe", "dots1", "kimi_linear", "deepseek_v3", "glm4_moe_lite", "axk1"), 2),
+}
 """As `enum routing` counts them, where it is not the first."""
 _LAYERS: Final = ("query", "key", "value", "output", "gate", "up", "down")
 """As `enum layer` counts them."""
@@ -90,7 +94,7 @@ class SpanStep:
         self.threads = 1
         self.counts = (ctypes.c_int64 * 2)()
         self._exact = exact
-        self._functions = found.functions
+        self._functions, self._config = found.functions, config
         one_more = ("gemma", "qwen3_5", "qwen3_next")  # whose norms multiply with 1 + weight
         self._one_more = config.model_type.startswith(one_more)
         self._blocks = (Block * len(blocks))()
@@ -111,7 +115,8 @@ class SpanStep:
         turning = [frequencies(kind) for kind in kinds] if getattr(config, "rope_parameters", None) else []
         self._turning = [(of.contiguous(), scale) for of, scale in filter(None, turning)]
         self._shape.rotary_dim = 2 * len(self._turning[0][0]) if self._turning else 0
-        if len(self._turning) != len(turning) or len({len(of) for of, _ in self._turning}) > 1:
+        parts = not self._shape.latent or self._shape.rotary_dim == specs[0].value_dim
+        if not parts or len(self._turning) != len(turning) or len({len(of) for of, _ in self._turning}) > 1:
             raise Unsuitable("rotary positions of another kind")
         self._scratch = torch.empty(0)
         self._changes = Changes(self._layers)
@@ -176,10 +181,12 @@ class SpanStep:
 
     def _score_count(self, rows: int, longest: int, changes: Sequence[Change]) -> int:
         """float32 that each thread needs for itself."""
-        group = self._shape.heads // self._shape.kv_heads
+        shape = self._shape
+        group = 1 if shape.latent else shape.heads // shape.kv_heads
         experts = max(block.experts for block in self._blocks)
         adapted = max((change.rows * (change.down.out + change.up.out) for change in changes), default=0)
-        return int(max(max(group, _ATTENDED) * (longest + LANES), (rows + 1) * experts, adapted))
+        of_heads = score_floats(shape, rows)
+        return int(max(max(group, _ATTENDED) * (longest + LANES), (rows + 1) * experts, adapted, of_heads))
 
     def _rotations(self, positions: torch.Tensor) -> torch.Tensor:
         """Cosines and sines [2, tables, rows, rotated dim] of int64 [rows]."""
@@ -207,6 +214,18 @@ class SpanStep:
             self._put(index, "output", attention.get_submodule(layout.output))
             self._shape.mixing = max(self._shape.mixing, mixing_floats(delta))
             self._shape.mixed = max(self._shape.mixed, described.output.in_)
+        elif has_latents(attention):
+            if self._config.model_type == "kimi_linear":
+                raise Unsuitable("latents without positions")
+            if attention.q_lora_rank is not None:
+                described.low = self._matrix(attention.q_a_proj)
+                described.query_norm = self._pointer(attention.q_a_layernorm.weight)
+            self._put(index, "query", attention.q_b_proj if described.low.codes else attention.q_proj)
+            self._put(index, "key", attention.kv_a_proj_with_mqa)
+            self._put(index, "output", attention.o_proj)
+            described.key_norm = self._pointer(attention.kv_a_layernorm.weight)
+            whole = None if in_two(attention) else self._matrix(attention.kv_b_proj)
+            self._kept += describe_latents(described, self._shape, attention, self._config, whole)
         else:
             self._describe_attention(index, attention)
         mlp: Any = _submodule(block, "mlp")
@@ -218,6 +237,9 @@ class SpanStep:
 
     def _describe_norms(self, described: Block, block: nn.Module) -> None:
         names = {"input_norm": "input_layernorm", "output_norm": "post_attention_layernorm"}
+        latents = has_latents(_submodule(block, "self_attn"))
+        if latents and _submodule(block, "mlp.post_mlp_layernorm") is not None:
+            names["mlp_norm"] = "mlp.post_mlp_layernorm"
         if _submodule(block, "ln_1") is not None:
             names = {"input_norm": "ln_1", "output_norm": "ln_2"}
         elif _submodule(block, "pre_feedforward_layernorm") is not None:
@@ -297,9 +319,11 @@ class SpanStep:
         self._shape.inner = max(self._shape.inner, 2 * half if self._shape.limit else half)
         self._describe_shared(described, mlp)
         self._shape.chosen = int(router.top_k)
-        self._shape.shares_add_up = bool(getattr(router, "norm_topk_prob", True))
+        second = self._config.model_type == "deepseek_v2"  # whose shares never add up
+        self._shape.shares_add_up = not second and bool(getattr(router, "norm_topk_prob", True))
         self._shape.routed_scale = float(getattr(router, "routed_scaling_factor", 1.0))
-        self._shape.groups = int(getattr(router, "num_group", None) or 1)
+        grouped = getattr(router, "topk_method", None) != "greedy"
+        self._shape.groups = int((grouped and getattr(router, "num_group", None)) or 1)
         self._shape.kept = int(getattr(router, "topk_group", None) or 1)
         if max(self._shape.chosen, self._shape.groups) > 64 or len(ups) % self._shape.groups:
             raise Unsuitable("more experts of a token than MOST_CHOSEN of kernels.c")
@@ -381,12 +405,12 @@ class SpanStep:
         shape = self._shape
         attending = (described for described in self._blocks if not described.delta)
         wide = next((described.output.in_ for described in attending), shape.head_dim)
-        shape.heads = wide // shape.head_dim
+        shape.heads = wide // (shape.value_dim if shape.latent else shape.head_dim)
         narrow, hidden = shape.kv_heads * shape.head_dim, shape.hidden
         for described in self._blocks:
             expected = {"output": (hidden, described.output.in_ if described.delta else wide)}
             shape.inner = max(shape.inner, described.output.in_, described.query.out if not described.delta else 0)
-            if not described.delta:
+            if not described.delta and not shape.latent:
                 gated = described.query.out == 2 * wide
                 expected |= {"query": ((1 + gated) * wide, hidden), "key": (narrow, hidden), "value": (narrow, hidden)}
             if not described.experts:
@@ -400,7 +424,7 @@ class SpanStep:
                     raise Unsuitable("matrices of other shapes")
             if described.up.out % LANES:
                 raise Unsuitable("sizes that are no multiples of a vector")
-        unlike = any(spec.key_dim != spec.value_dim for spec in specs)
+        unlike = not shape.latent and any(spec.key_dim != spec.value_dim for spec in specs)
         if unlike or any(size % LANES for size in (hidden, shape.head_dim, shape.inner)):
             raise Unsuitable("sizes that are no multiples of a vector")
         if shape.heads % shape.kv_heads:

@@ -178,34 +178,45 @@ static struct delta rule(int64_t hidden, int64_t rounds, struct shape *shape) {
 static int64_t steps(int64_t sessions, int64_t tokens, int64_t most_threads, int narrow) {
     enum { BLOCKS = 2, SESSIONS = 3, LONGEST = 40, PROMPT = 5 };
     const int64_t hidden = narrow ? 64 : 256;
-    const int64_t heads = 2 << below(2), dim = (narrow ? 16 : 32) << below(2), shared = 1 << below(2), inner = hidden << below(2);
-    const int64_t held = below(3), kv = heads / shared, experts = below(3) ? 0 : 4, biased = below(2), rounds = below(4) == 0;
+    const int64_t latent = below(4) ? 0 : hidden, plain = latent ? 64 << below(2) : 0, low = latent && below(2) ? hidden : 0;
+    const int64_t heads = 2 << below(2), dim = latent ? plain + (16 << below(3)) : (narrow ? 16 : 32) << below(2);
+    const int64_t value_dim = latent ? 16 << below(3) : dim, shared = 1 << below(2), kv = latent ? 1 : heads / shared;
+    const int64_t inner = hidden << below(2), held = below(3), experts = below(3) ? 0 : 4, biased = below(2), rounds = below(4) == 0;
     const int64_t in_turns = experts && below(2), shared_one = experts && below(2);
-    const int64_t turned = below(2) ? dim : dim / 2, gated = experts || below(4), activation = 1 + below(2);
+    const int64_t turned = latent ? dim - plain : below(2) ? dim : dim / 2, gated = experts || below(4), activation = 1 + below(2);
     struct shape shape = {.hidden = (int32_t)hidden, .heads = (int32_t)heads, .kv_heads = (int32_t)kv, .head_dim = (int32_t)dim,
                           .inner = (int32_t)(in_turns ? 2 * inner : inner), .rotary_dim = (int32_t)turned, .activation = (int32_t)activation,
                           .chosen = 2, .shares_add_up = (int32_t)below(2), .held = (int32_t)held, .eps = 1e-6f,
                           .softcap = below(3) ? 0.0f : 30.0f, .routing = (int32_t)below(3),
                           .groups = 1 + (int32_t)below(2), .kept = 1, .routed_scale = below(2) ? 1.0f : 2.5f,
-                          .alpha = 1.702f, .limit = 7.0f};
+                          .alpha = 1.702f, .limit = 7.0f, .latent = (int32_t)latent, .low = (int32_t)low, .latent_eps = 1e-5f,
+                          .value_dim = (int32_t)value_dim, .pairs = latent ? (int32_t)below(3) : 0};
     struct block blocks[BLOCKS];
-    struct matrix expert[BLOCKS][12];
+    struct matrix expert[BLOCKS][12], latents[BLOCKS][8];
     struct delta delta[BLOCKS];
     float *states[SESSIONS][4 * BLOCKS];
-    const int64_t half = below(3) == 0, wide = heads * dim; /* queries with a gate */
+    const int64_t half = !latent && below(3) == 0, wide = heads * value_dim; /* queries with a gate */
     int64_t attending = 0, mixing = 0;
     if (half) shape.inner = (int32_t)most(shape.inner, 2 * wide);
     for (int index = 0; index < BLOCKS; index++) {
         struct block b = {.input_norm = floats(hidden, 0), .output_norm = floats(hidden, 0), .window = below(2) ? 0 : 8,
                           .experts = (int32_t)experts, .scale = 0.125f};
         if (biased) b.input_bias = floats(hidden, 0), b.output_bias = floats(hidden, 0);
-        b.whole = !half && below(4) == 0;
-        if (b.whole || below(2)) b.query_norm = floats(b.whole ? wide : dim, 0), b.key_norm = floats(b.whole ? kv * dim : dim, 0);
+        b.whole = !half && !latent && below(4) == 0;
+        if (latent) b.query_norm = floats(hidden, 0), b.key_norm = floats(latent, 0), b.turned = (int32_t)below(2);
+        else if (b.whole || below(2)) b.query_norm = floats(b.whole ? wide : dim, 0), b.key_norm = floats(b.whole ? kv * dim : dim, 0);
         if (below(2)) b.sinks = floats(heads, 0);
         if (below(2)) b.attention_norm = floats(hidden, 0), b.mlp_norm = floats(hidden, 0);
         if (below(4) == 0) b.input_norm = b.output_norm = NULL;
-        b.query = layer((1 + half) * wide, hidden, rounds, (int)biased), b.key = layer(kv * dim, hidden, rounds, (int)biased);
-        b.value = layer(kv * dim, hidden, rounds, (int)biased);
+        b.query = layer((1 + half) * heads * dim, hidden, rounds, (int)biased);
+        b.key = layer(latent ? latent + turned : kv * dim, hidden, rounds, (int)biased);
+        if (low) b.low = layer(low, hidden, rounds, (int)biased);
+        if (!latent) b.value = layer(kv * dim, hidden, rounds, (int)biased);
+        for (int64_t h = 0; latent && h < heads; h++) {
+            latents[index][2 * h] = b.turned ? layer(plain, latent, 0, 0) : layer(latent, plain, 0, 0);
+            latents[index][2 * h + 1] = layer(value_dim, latent, 0, 0);
+        }
+        b.latent = latents[index];
         if (below(3)) attending++;
         else {
             delta[index] = rule(hidden, rounds, &shape), b.delta = delta + index;
@@ -242,11 +253,12 @@ static int64_t steps(int64_t sessions, int64_t tokens, int64_t most_threads, int
     }
     struct row rows[SESSIONS];
     for (int r = 0; r < sessions; r++)
-        rows[r] = (struct row){.memory = memory(most(attending, 1) * 2 * kv * LONGEST * key_bytes((int32_t)held, dim)), .batch = 1,
+        rows[r] = (struct row){.memory = memory(most(attending, 1) * 2 * kv * LONGEST * key_bytes((int32_t)held, latent ? latent : dim)), .batch = 1,
                                .max_length = LONGEST, .padding = r ? 2 : 0, .states = states[r]};
-    const int64_t threads = 1 + below(most_threads), most_scores = most(heads * LONGEST, (PROMPT + 1) * (experts + 1)) + LANES;
+    const int64_t threads = 1 + below(most_threads), of_heads = latent ? most(ATTENDED * LONGEST, PROMPT * (dim + value_dim + latent)) : heads * LONGEST;
+    const int64_t most_scores = most(of_heads, (PROMPT + 1) * (experts + 1)) + LANES;
     const int64_t floats_beside = petalnode_step_scratch(&shape, PROMPT, most_scores, threads) + LANES;
-    float *scratch = partly(floats_beside, floats_beside - PROMPT * most(most(shape.inner, shape.mixed), most(heads * dim, hidden)));
+    float *scratch = partly(floats_beside, floats_beside - PROMPT * widths_of(&shape).most);
     int64_t counts[2] = {0, 0};
     for (int64_t token = 0; token < tokens; token++) {
         const int64_t number = token ? sessions : PROMPT;

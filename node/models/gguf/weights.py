@@ -123,6 +123,18 @@ class GgufWeights:
             found[own] = held
         return found
 
+    def of_heads(self, name: str) -> tuple[tuple[str, tuple[int, int]], ...]:
+        """Kinds and shapes [rows, values of a row] of the tensors of all heads' keys and values, if `name` is made of
+        these; none otherwise."""
+        of = self.sources.get(name, ()) if name.endswith("kv_b_proj.weight") else ()
+        found = tuple((tensor.kind, (row_count(tensor), tensor.shape[-1])) for _, tensor in of)
+        return found if len(found) == 2 else ()
+
+    def stored_heads(self, name: str, place: int) -> np.ndarray:
+        """The bytes of the tensor at this place of `of_heads`. Raises as `stored`."""
+        file, tensor = self.sources[name][place]
+        return stored_rows(file, tensor, 0, row_count(tensor))
+
     def values(self, name: str) -> torch.Tensor:
         """The parameter: in the type of the file where that has 16 bits a value, else the exact float32 values.
 

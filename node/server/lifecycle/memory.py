@@ -232,11 +232,9 @@ def cache_bytes_per_block(
     heads = _number(config, "num_attention_heads", "n_head", "n_heads") or 1
     shared = _number(config, "num_key_value_heads") or heads
     width = _number(config, "head_dim") or hidden // heads
-    # MLA, in transformers, keeps keys and values of all heads as they are multiplied.
-    latent = _number(config, "qk_nope_head_dim")
-    key = latent + _number(config, "qk_rope_head_dim") if latent else width
-    value = _number(config, "v_head_dim") if latent else width
-    growing = (heads if latent else shared) * sum(key_bytes(held, size, item_bytes) for size in (key, value)) * tokens
+    latent = _number(config, "kv_lora_rank")  # multi-head latent attention: one latent and turned key for all heads
+    sizes = (latent, _number(config, "qk_rope_head_dim")) if latent else (width, width)
+    growing = (1 if latent else shared) * sum(key_bytes(held, size, item_bytes) for size in sizes) * tokens
     kinds = config.get("layer_types") or config.get("layers_block_type")
     if not isinstance(kinds, list) or not {"linear_attention", "mamba", "conv"}.intersection(map(str, kinds)):
         return growing
