@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from ...models.gguf.weights import GgufWeights
-from ..quantisation.matrix import QuantisedMatrix, TensorKind
+from ..quantisation.matrix import QuantisedMatrix
 from .tiles import FORMS, TiledMatrix, held_as
 
 Forms: TypeAlias = tuple[tuple[str, tuple[int, int]], ...]
@@ -65,11 +65,3 @@ class HeadMatrices(QuantisedMatrix):
 
     def product(self, values: torch.Tensor) -> torch.Tensor:
         return self.product_in_pieces(values)
-
-    @classmethod
-    def quantise(cls, weight: torch.Tensor) -> Self:
-        raise NotImplementedError("such matrices are those of a file")
-
-    @staticmethod
-    def kinds(shape: tuple[int, int]) -> tuple[TensorKind, TensorKind]:
-        raise NotImplementedError("such matrices are those of a file")

@@ -243,14 +243,6 @@ class TiledMatrix(QuantisedMatrix):
         parts = {name: tensor[:tiles] for name, tensor in self.tensors().items()}
         return TiledMatrix(self.form, (min(tiles * LANES, self.shape[0]), self.shape[1]), parts)
 
-    @classmethod
-    def quantise(cls, weight: torch.Tensor) -> Self:
-        raise NotImplementedError("a tiled matrix is packed from weights that it holds exactly")
-
-    @staticmethod
-    def kinds(shape: tuple[int, int]) -> tuple[TensorKind, TensorKind]:
-        raise NotImplementedError("it depends on the form: Form.kinds")
-
     def rows(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         first, last = start // LANES, -(-end // LANES)
         panel = torch.empty(self.shape[1], (last - first) * LANES)

@@ -48,14 +48,14 @@ class QuantisedMatrix(ABC):
         self._scale = scale
 
     @classmethod
-    @abstractmethod
     def quantise(cls, weight: torch.Tensor) -> Self:
         """From float [out, in], on its device. Needs memory for a few megabytes beside the result."""
+        raise NotImplementedError("such a matrix is made of what it holds exactly")
 
     @staticmethod
-    @abstractmethod
     def kinds(shape: tuple[int, int]) -> tuple[TensorKind, TensorKind]:
-        """Dtypes and shapes of the weight and the scale of a matrix of this shape."""
+        """Dtypes and shapes of the weight and the scale of a matrix of this shape, if these follow from it."""
+        raise NotImplementedError("such a matrix has other tensors")
 
     @classmethod
     def restore(cls, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], device: torch.device) -> Self:
