@@ -4,28 +4,25 @@ The problem is that of Ren, "Task Scheduling for Decentralized LLM Serving in He
 EECS-2024-111, section 3). The answer here is an optimum where there is time to prove it, and it seldom takes much.
 
 Every machine is the root of the cycles of which it is the fastest. A first cycle and a first bound leave few
-roots. A tighter bound (relaxation.py) leaves fewer, and guides a search for better cycles (label_search.py),
-each of which is polished by local search. The bound is sharpened and the search widened by turns, until no root is left
-or the time is over.
+roots. Through those that are left, the search for cycles (label_search.py) is widened until none may be better, or the
+time is over.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from ...errors import SwarmError
-from ...swarm.cost import Bools, Floats, Ints
+from ...swarm.cost import Floats, Ints
 from .cycle import Problem, Schedule, cycle_seconds, split_blocks
-from .label_search import MAX_MACHINES, TOLERANCE, Cycle, search, split
-from .relaxation import MAX_RATES, Bound, Machines, Roots, bound
+from .label_search import MAX_MACHINES, MAX_RATES, TOLERANCE, Bound, Cycle, Machines, Roots, bound, search, split
 
-_WIDTHS: Final = (400, 3_200, 25_600, 204_800)
+_WIDTHS: Final = (25, 400, 6_400, 204_800)
 
 
 @dataclass(frozen=True)
@@ -34,11 +31,7 @@ class CycleEffort:
 
     pairs_at_once: int = 12_000
     """Roots times machines squared that are bounded side by side: below this, most of the time is not arithmetic."""
-    many_roots: int = 4
-    """With fewer than these, even a wide search takes less than sharpening the bound before."""
     centres: int = 3
-    shorter: float = 0.9
-    """How much shorter every step is of the subgradient method than the one before."""
     share: float = 0.9
     """Part of the time after which no further step begins: the last one takes some, too."""
 
@@ -64,7 +57,7 @@ def roots_of(machines: Machines, home: int | None) -> Roots:
     holds = machines.capacity > 0
     root = names[holds] if home is None else np.array([home])
     allowed = holds & (names > root[:, None] if home is None else names[None, :] != home)
-    return Roots(root, allowed, np.zeros(allowed.shape))
+    return Roots(root, allowed)
 
 
 def first_cycle(machines: Machines, roots: Roots) -> tuple[Cycle, Ints]:
@@ -130,67 +123,6 @@ def first_bound(machines: Machines, roots: Roots) -> Floats:
     return found
 
 
-def improved(machines: Machines, found: Cycle, home: int | None) -> Cycle:
-    """`found`, or a cheaper cycle: machines are left out, added, replaced, moved or swapped, or a part is turned. A
-    home stays first."""
-    fixed = 0 if home is None else 1
-    holds = np.flatnonzero(machines.capacity > 0)
-    while True:
-        path = np.array(found.machines)
-        others = np.setdiff1d(holds, path)
-        better = found
-        for template in _templates(len(path), fixed):
-            # A template's -1 stands for each of the others.
-            if (template < 0).any():
-                paths = np.append(path, -1)[np.repeat(template, len(others), axis=0)]
-                paths = np.where(paths < 0, np.tile(others, len(template))[:, None], paths)
-            else:
-                paths = path[template]
-            if not len(paths):
-                continue
-            seconds = cycles_seconds(machines, paths)
-            least = int(seconds.argmin())
-            if seconds[least] < better.seconds - TOLERANCE:
-                better = Cycle(tuple(paths[least].tolist()), float(seconds[least]))
-        if better is found:
-            return found
-        found = better
-
-
-def cycles_seconds(machines: Machines, paths: Ints) -> Floats:
-    """Time per token of cycles [P, length] with their blocks split as well as can be; infinite if that cannot be."""
-    passed = np.zeros((len(paths), len(machines.capacity)), np.intp)
-    np.put_along_axis(passed, paths, 1, axis=1)
-    blocks, left = split(machines, passed)
-    ways = machines.way[paths, np.roll(paths, -1, axis=1)].sum(1)
-    return np.where(left == 0, ways + blocks @ machines.seconds, np.inf)
-
-
-@lru_cache(maxsize=256)
-def _templates(length: int, fixed: int) -> tuple[Ints, ...]:
-    """All changes of a cycle of `length` machines as the positions of which the new one consists, by length [.., new
-    length]; -1 is a machine from elsewhere. The first `fixed` machines stay where they are."""
-    path = list(range(length))
-    free = path[fixed:]
-    shorter = [path[:at] + path[at + 1 :] for at in free if length - fixed > 1]
-    same = [path]
-    for one in free:
-        for other in free:
-            if one < other:
-                same.append([*path[:one], other, *path[one + 1 : other], one, *path[other + 1 :]])
-                same.append(path[:one] + path[one : other + 1][::-1] + path[other + 1 :])
-            if one != other:
-                moved = path[:one] + path[one + 1 :]
-                same.append([*moved[:other], one, *moved[other:]])
-    replaced = [[*path[:at], -1, *path[at + 1 :]] for at in free]
-    longer = [[*path[:at], -1, *path[at:]] for at in range(max(fixed, 1), length + 1)]
-    return tuple(
-        np.array(templates, np.intp).reshape(len(templates), -1)
-        for templates in (shorter, same, replaced, longer)
-        if templates
-    )
-
-
 def fastest_cycle(problem: Problem, *, seconds: float = 1.0) -> Schedule:
     """The schedule of least time per token that is found within about `seconds`.
 
@@ -222,39 +154,28 @@ def fastest_cycle(problem: Problem, *, seconds: float = 1.0) -> Schedule:
 def _search(machines: Machines, home: int | None, until: float) -> tuple[Cycle, float]:
     """The best cycle that was found, and what none goes below."""
     roots = roots_of(machines, home)
-    best = improved(machines, first_cycle(machines, roots)[0], home)
-    least = first_bound(machines, roots)
+    best, least = first_cycle(machines, roots)[0], first_bound(machines, roots)
     promising = np.argsort(least, kind="stable")
     at_once = max(1, CYCLES.pairs_at_once // len(machines.capacity) ** 2)
-    groups: list[Group] = []
+    open_bounds: list[Bound] = []
     skipped = np.inf
     for first in range(0, len(promising), at_once):
         chosen = promising[first : first + at_once]
         chosen = chosen[least[chosen] < best.seconds - TOLERANCE]
         if not chosen.size:
             break
-        if groups and time.monotonic() > until:
+        if first and time.monotonic() > until:
             skipped = float(least[chosen].min())
             break
-        group = Group(machines, roots.chosen(chosen))
-        groups.append(group)
-        if group.is_open(best) and len(group) >= CYCLES.many_roots:
-            group.sharpen(best)
-        if group.is_open(best):
-            best = _searched(group, best, _WIDTHS[0], home, until)
+        of_roots = bound(machines, roots.chosen(chosen))
+        best, whole = search(machines, of_roots, best, _WIDTHS[0], until)
+        open_bounds += [] if whole else [of_roots]
     for width in _WIDTHS[1:]:
-        for group in groups:
-            if group.is_open(best) and time.monotonic() <= until:
-                group.sharpen(best)
-                if group.is_open(best):
-                    best = _searched(group, best, width, home, until)
-    return best, min([best.seconds, skipped, *(group.least for group in groups if group.is_open(best))])
-
-
-def _searched(group: Group, best: Cycle, width: int, home: int | None, until: float) -> Cycle:
-    """The best cycle that a group has, improved, where it is better than `best`."""
-    found = group.search(best, width, until)
-    return found if found is best else improved(group.machines, found, home)
+        narrow, open_bounds = open_bounds, []
+        for of_roots in narrow:
+            best, whole = search(machines, of_roots, best, width, until)
+            open_bounds += [] if whole else [of_roots]
+    return best, min([best.seconds, skipped, *(float(of_roots.least.min()) for of_roots in open_bounds)])
 
 
 def _promising(problem: Problem, order: Ints) -> Ints:
@@ -275,71 +196,3 @@ def _promising(problem: Problem, order: Ints) -> Ints:
 def _home(problem: Problem, order: Ints) -> int | None:
     """Where the home stands in `order`."""
     return None if problem.home is None else int(np.flatnonzero(order == problem.home)[0])
-
-
-class Group:
-    """The roots through which a better cycle may still go, with the best bound of each."""
-
-    def __init__(self, machines: Machines, roots: Roots) -> None:
-        self.machines = machines
-        self._best = self._latest = bound(machines, roots)
-        self._step = 1.0
-        self._done = False
-
-    def __len__(self) -> int:
-        return len(self._best.roots)
-
-    @property
-    def least(self) -> float:
-        """Seconds; no cycle through these roots takes less."""
-        return float(self._best.least.min())
-
-    def is_open(self, found: Cycle) -> bool:
-        """Whether there may be a better cycle than `found`. Forgets the roots where there is none."""
-        kept = np.flatnonzero(self._best.least < found.seconds - TOLERANCE)
-        if len(kept) < len(self._best.roots):
-            self._best, self._latest = _chosen(self._best, kept), _chosen(self._latest, kept)
-        return len(self) > 0 and not self._done
-
-    def search(self, found: Cycle, width: int, until: float) -> Cycle:
-        """The best cycle through one of these roots, or `found`; see `labels.search`."""
-        found, self._done = search(self.machines, self._best, found, width, until)
-        return found
-
-    def sharpen(self, found: Cycle) -> None:
-        """Changes the prices (a step of the subgradient method, of Polyak's length) and keeps what bounds better."""
-        roots = self._latest.roots
-        excess = np.where(roots.allowed, self._latest.visits - 1.0, 0.0)
-        excess[(roots.prices <= 0) & (excess < 0)] = 0.0
-        gap = np.maximum(found.seconds - self._latest.least, 0.0)
-        length = self._step * gap / np.maximum((excess**2).sum(1), 1.0)
-        prices = np.maximum(roots.prices + length[:, None] * excess, 0.0)
-        self._step *= CYCLES.shorter
-        self._latest = bound(self.machines, replace(roots, prices=prices))
-        self._best = _merged(self._best, self._latest, self._latest.least > self._best.least)
-
-
-def _chosen(bound: Bound, which: Ints) -> Bound:
-    return Bound(
-        bound.roots.chosen(which),
-        bound.least[which],
-        bound.visits[which],
-        bound.on[:, :, which],
-        bound.following[:, :, which],
-        bound.otherwise[:, :, which],
-    )
-
-
-def _merged(old: Bound, new: Bound, better: Bools) -> Bound:
-    """The bounds of the roots from `new` where it is `better`, bool [R]."""
-    if better.all():
-        return new
-    row = table = better[:, None]
-    return Bound(
-        replace(old.roots, prices=np.where(row, new.roots.prices, old.roots.prices)),
-        np.where(better, new.least, old.least),
-        np.where(row, new.visits, old.visits),
-        np.where(table, new.on, old.on),
-        np.where(table, new.following, old.following),
-        np.where(table, new.otherwise, old.otherwise),
-    )

@@ -3,7 +3,13 @@
 A label is a path from a root through machines that are all filled to their capacity. Of labels with the same machines
 and the same last one only the cheapest counts (Held and Karp, 1962). One whose path and relaxed walk back to the root
 together cost no less than the best cycle so far is dropped. What is left is often few. Where it is more than `width`,
-only the most promising are kept, and then the search proves nothing.
+only those of the lowest bound are kept, and then the search proves nothing.
+
+A relaxed walk may visit a machine more than once, so the best way on depends only on where a token is and how many
+blocks are still to do. A dynamic programme finds it. What a label takes too much is given back at the rate of its
+slowest machine, of which there are few kinds: `Bound` holds the ways on for each kind.
+
+R roots are computed side by side, each with its own machines; N machines, K blocks.
 """
 
 from __future__ import annotations
@@ -16,11 +22,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...swarm.cost import Floats, Ints
-from .relaxation import Bound, Machines
+from ...swarm.cost import Bools, Floats, Ints
 
 MAX_MACHINES: Final = 64
 """A label's machines are the bits of one word."""
+MAX_RATES: Final = 4
+"""Kinds of slowest machines; with more speeds than that, a machine counts for the next slower kind."""
 TOLERANCE: Final = 1e-12
 """Seconds by which one cycle has to be better than another."""
 
@@ -28,6 +35,74 @@ _PAIRS_AT_ONCE: Final = 40_000
 """Labels times machines that are looked at before it is asked again whether the time is over."""
 
 _Words = NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines of a problem in order of speed, with room for no more than all blocks.
+
+    `give_back` float [Q] are the rates, slowest last, and `rate` int [N] each machine's kind.
+    """
+
+    capacity: Ints
+    seconds: Floats  # per block
+    way: Floats
+    blocks: int
+    give_back: Floats
+    rate: Ints
+
+
+@dataclass(frozen=True)
+class Roots:
+    """Which machines cycles of each root may use: `root` int [R], `allowed` bool [R, N], without the root itself."""
+
+    root: Ints
+    allowed: Bools
+
+    def __len__(self) -> int:
+        return len(self.root)
+
+    def chosen(self, which: Ints) -> Roots:
+        return Roots(self.root[which], self.allowed[which])
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Of `roots`: `least` float [R], no cycle of the root costs less. `on` float [Q, K + 1, R, N] is the least from
+    leaving a machine until back at its root, by the number of blocks to do. What is done beyond them is given back at
+    rate q."""
+
+    roots: Roots
+    least: Floats
+    on: Floats
+
+
+def bound(machines: Machines, roots: Roots) -> Bound:
+    """The bound of each root, and what its labels are compared with."""
+    blocks, size = machines.blocks, len(machines.capacity)
+    walks = np.empty((blocks + 1, len(roots), size))
+    walks[0] = machines.way[:, roots.root].T
+    most = int(machines.capacity[roots.allowed.any(0)].max(initial=1))
+    counts = np.arange(most, 0, -1)[:, None]
+    computing = np.where(counts <= machines.capacity, counts * machines.seconds, np.inf)[:, None, :]
+    arriving = machines.way.T + np.where(roots.allowed, 0.0, np.inf)[:, :, None]  # [R, to, from]
+    arriving[:, np.arange(size), np.arange(size)] = np.inf
+    for to_do in range(1, blocks + 1):
+        window = slice(max(0, to_do - most), to_do)
+        there = (computing[most - (window.stop - window.start) :] + walks[window]).min(0)
+        walks[to_do] = (arriving + there[:, :, None]).min(1)
+
+    on = np.empty((len(machines.give_back), *walks.shape))
+    on[:, blocks] = walks[blocks]
+    for to_do in range(blocks - 1, -1, -1):
+        # Either exactly this number, or one more and the pay for one given back.
+        on[:, to_do] = np.minimum(walks[to_do], on[:, to_do + 1] - machines.give_back[:, None, None])
+
+    own = machines.capacity[roots.root]
+    to_do = np.arange(blocks + 1)[:, None]
+    spare = to_do - (blocks - own)
+    whole = walks[:, np.arange(len(roots)), roots.root] + (own - spare) * machines.seconds[roots.root]
+    return Bound(roots, np.where(spare < 0, np.inf, whole).min(0), on)
 
 
 @dataclass(frozen=True)
@@ -40,7 +115,7 @@ class Cycle:
 
 @dataclass(frozen=True)
 class _Labels:
-    """Paths, in arrays of one length. `cost` has the prices of the root's bound in it, `ways` is without computing."""
+    """Paths, in arrays of one length. `ways` is the cost without computing."""
 
     root: Ints  # which root of the bound
     last: Ints
@@ -86,7 +161,7 @@ def search(machines: Machines, bound: Bound, best: Cycle, width: int, until: flo
         kept = np.flatnonzero(least < best.seconds - TOLERANCE)
         kept = kept[_undominated(labels.chosen(kept))]
         if len(kept) > width:
-            kept = kept[_most_promising(machines, labels.chosen(kept), least[kept], width)]
+            kept = kept[np.argsort(least[kept], kind="stable")[:width]]
             whole = False
         labels = labels.chosen(kept)
     return best, whole
@@ -94,13 +169,12 @@ def search(machines: Machines, bound: Bound, best: Cycle, width: int, until: flo
 
 def _from_roots(machines: Machines, bound: Bound) -> _Labels:
     roots = bound.roots
-    computing = machines.capacity[roots.root] * machines.seconds[roots.root]
     return _Labels(
         root=np.arange(len(roots)),
         last=roots.root,
         passed=np.uint64(1) << roots.root.astype(np.uint64),
         room=machines.capacity[roots.root],
-        cost=computing - roots.prices.sum(1),
+        cost=machines.capacity[roots.root] * machines.seconds[roots.root],
         ways=np.zeros(len(roots)),
         rate=machines.rate[roots.root],
         path=roots.root[:, None],
@@ -112,14 +186,13 @@ def _extended(machines: Machines, bound: Bound, labels: _Labels, best: Cycle) ->
     bits = np.uint64(1) << np.arange(len(machines.capacity), dtype=np.uint64)
     free = bound.roots.allowed[labels.root] & ((labels.passed[:, None] & bits) == 0)
     old, new = np.nonzero(free)
-    root, last = labels.root[old], labels.last[old]
-    way = machines.way[last, new]
+    root, way = labels.root[old], machines.way[labels.last[old], new]
     room = labels.room[old] + machines.capacity[new]
     rate = np.maximum(labels.rate[old], machines.rate[new])
     computing = machines.capacity[new] * machines.seconds[new]
-    cost = labels.cost[old] + way + computing + bound.roots.prices[root, new]
+    cost = labels.cost[old] + way + computing
     to_do = machines.blocks - room
-    on = _way_on(bound, rate, np.maximum(to_do, 0), root, new, last)
+    on = bound.on[rate, np.maximum(to_do, 0), root, new]
     least = cost + on + np.minimum(to_do, 0) * machines.give_back[rate]
     kept = np.flatnonzero(least < best.seconds - TOLERANCE)
     old, new = old[kept], new[kept]
@@ -134,16 +207,6 @@ def _extended(machines: Machines, bound: Bound, labels: _Labels, best: Cycle) ->
         path=np.concatenate([labels.path[old], new[:, None]], axis=1),
     )
     return extended, least[kept]
-
-
-def _way_on(bound: Bound, rate: Ints, to_do: Ints | int, root: Ints, here: Ints, before: Ints) -> Floats:
-    """What is left at least, from `here` to the root, without turning back to `before`."""
-    _, amounts, roots, size = bound.on.shape
-    at = ((rate * amounts + to_do) * roots + root) * size + here
-    turns = bound.following.ravel().take(at) == before
-    on: Floats = bound.on.ravel().take(at)
-    on[turns] = bound.otherwise.ravel().take(at[turns])
-    return on
 
 
 def _closed(machines: Machines, bound: Bound, labels: _Labels, least: Floats, best: Cycle) -> tuple[Cycle, Floats]:
@@ -161,12 +224,9 @@ def _closed(machines: Machines, bound: Bound, labels: _Labels, least: Floats, be
         best = Cycle(tuple(labels.path[full[at]].tolist()), float(whole[at]))
     # What others compute instead is taken off the slowest machine that has more than one block.
     slowest = len(machines.capacity) - 1 - (blocks > 1)[:, ::-1].argmax(1)
-    before = labels.path[full, -2] if labels.path.shape[1] > 1 else last
-    on = _way_on(bound, machines.rate[slowest], 0, number, last, before)
-    prices = bound.roots.prices[number]
-    paid = (prices * (passed - np.float64(1))).sum(1)
+    on = bound.on[machines.rate[slowest], 0, number, last]
     least = least.copy()
-    least[full] = np.maximum(least[full], spent + paid + on)
+    least[full] = np.maximum(least[full], spent + on)
     return best, least
 
 
@@ -202,15 +262,3 @@ def _undominated(labels: _Labels) -> Ints:
     first = np.ones(len(order), bool)
     first[1:] = (passed[1:] != passed[:-1]) | (last[1:] != last[:-1])
     return order[first]
-
-
-def _most_promising(machines: Machines, labels: _Labels, least: Floats, width: int) -> Ints:
-    """Not simply those of the lowest bound, which are much alike: first the best by last machine and room, then the
-    second-best of each, and so on."""
-    kind = (labels.root * len(machines.capacity) + labels.last) * (labels.room.max() + 1) + labels.room
-    order = np.lexsort((least, kind))
-    number = np.arange(len(order))
-    begins = np.ones(len(order), bool)
-    begins[1:] = kind[order[1:]] != kind[order[:-1]]
-    rank = number - np.maximum.accumulate(np.where(begins, number, 0))
-    return order[np.lexsort((least[order], rank))[:width]]
