@@ -99,8 +99,7 @@ def bound(machines: Machines, roots: Roots) -> Bound:
         on[:, to_do] = np.minimum(walks[to_do], on[:, to_do + 1] - machines.give_back[:, None, None])
 
     own = machines.capacity[roots.root]
-    to_do = np.arange(blocks + 1)[:, None]
-    spare = to_do - (blocks - own)
+    spare = np.arange(blocks + 1)[:, None] - (blocks - own)
     whole = walks[:, np.arange(len(roots)), roots.root] + (own - spare) * machines.seconds[roots.root]
     return Bound(roots, np.where(spare < 0, np.inf, whole).min(0), on)
 
