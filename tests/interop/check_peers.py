@@ -40,7 +40,7 @@ def test_identify_names_the_software(node_starter: Nodes, js: JsNodes) -> None:
     ours = node_starter.bootstrap()
     theirs = js.start(peers=[ours.address])
     assert theirs.ask("connect", peer=ours.address) == ours.peer_id
-    until(lambda: "agent" in theirs.ask("about", peer=ours.peer_id), "what identify says")
+    until(lambda: theirs.ask("about", peer=ours.peer_id).get("agent"), "what identify says")
     assert theirs.ask("about", peer=ours.peer_id)["agent"] == f"petalnode/{__version__}"
 
 

@@ -1,11 +1,12 @@
-"""Digests of random products and steps by every kind of instructions here, and by those for ARM on an emulated one.
+"""Digests of random products and steps by every kind of instructions here, and by all others on emulated ones.
 
     python -m tests.parity.same_bits PRODUCTS STEPS [--seed N] [--names plainfma avx2 avx512 neon]
 
 A product is one of a matrix and a row, a step one of a session through two blocks. They are computed in parts of
 100,000 and 1,000, each by a seed of its own; each prints a line, and the last one a digest of all of them, by which
 runs on several machines are compared. `--seed` goes on where another run was ended; without it, first of all a bit of
-an answer is changed by each kind of instructions here, and found by the ARM one. Names without neon need no emulator.
+an answer is changed by each kind of instructions here, and found by the ARM one. Those for ARM need qemu-aarch64 and
+a compiler; where the processor lacks AVX-512 or VNNI, `emulated.h` has the kernels for them computed by AVX2 (gcc).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -27,6 +28,7 @@ import torch
 from petalnode.node.blocks.kernels.library import FLAGS, ISAS, VECTORS, Library, compiler, library
 from petalnode.node.verification.judging import judge_bits
 
+WIDE: Final = ("avxvnni", "avx512", "avx512vnni")
 SOURCE = Path(__file__).with_name("digests.c")
 PART: Final = (100_000, 1_000)
 Digests = dict[str, tuple[str, str]]
@@ -45,9 +47,9 @@ def digests(
     return made
 
 
-def program(found: str, into: Path) -> Path:
+def program(found: str, into: Path, *more: str) -> Path:
     flags = [flag for flag in FLAGS if flag not in ("-fPIC", "-shared")]
-    subprocess.run([found, *flags, "-static", str(SOURCE), "-o", str(into)], check=True)
+    subprocess.run([found, *flags, *more, "-static", str(SOURCE), "-o", str(into)], check=True)
     return into
 
 
@@ -71,19 +73,25 @@ def convict(own: Path, arm: Sequence[str], names: Iterable[str], seed: int) -> N
             sys.exit("which is not as it should be")
 
 
-def both(kernels: Library, arm: Sequence[str], seed: int, size: tuple[int, int], names: Sequence[str]) -> Digests:
-    """By this processor and by an emulated ARM one, side by side; by seed 0 those of docs/exact.md."""
-    emulated = [name for name in names if name.startswith("neon") or not seed]
-    command = [*arm, *map(str, (seed, *size)), *emulated]
-    with subprocess.Popen(command if emulated else ["true"], stdout=subprocess.PIPE, text=True) as run:
-        if seed:
-            found = digests(kernels, seed, *size, names, "many")
-        else:
-            found = digests(kernels, VECTORS.seed, VECTORS.products, VECTORS.steps, names)
+def everywhere(
+    kernels: Library, emulators: Mapping[str, Sequence[str]], seed: int, size: tuple[int, int], names: Sequence[str]
+) -> Digests:
+    """By this processor and by emulated ones, side by side; by seed 0 those of docs/exact.md."""
+    runs = {}
+    for processor, command in emulators.items():
+        own = names if seed == 0 or processor != "arm64" else [name for name in names if name.startswith("neon")]
+        call = [*command, *map(str, (seed, *size)), *own]
+        runs[processor] = subprocess.Popen(call, stdout=subprocess.PIPE, text=True)
+    if seed:
+        found = digests(kernels, seed, *size, names, "many")
+    else:
+        found = digests(kernels, VECTORS.seed, VECTORS.products, VECTORS.steps, names)
+    for processor, run in runs.items():
         printed, _ = run.communicate()
-    if run.returncode:
-        sys.exit(f"{command}: {run.returncode}")
-    return found | {f"{name} (arm64)": (one, other) for name, one, other in map(str.split, printed.splitlines())}
+        if run.returncode:
+            sys.exit(f"{processor}: {run.returncode}")
+        found |= {f"{name} ({processor})": (one, other) for name, one, other in map(str.split, printed.splitlines())}
+    return found
 
 
 def main() -> None:
@@ -99,17 +107,19 @@ def main() -> None:
     products = steps = 0
     every = hashlib.sha256()
     with tempfile.TemporaryDirectory() as folder:
-        arm = ["qemu-aarch64", str(Path(folder) / "arm")]
+        emulators = {}
         if options.seed == 0 or any(name.startswith("neon") for name in options.names):
-            program("aarch64-linux-gnu-gcc", Path(arm[1]))
+            emulators["arm64"] = "qemu-aarch64", str(program("aarch64-linux-gnu-gcc", Path(folder) / "arm"))
+        if kernels.select("avx2") and any(name in WIDE and not kernels.select(name) for name in options.names):
+            emulators["by AVX2"] = (str(program("gcc", Path(folder) / "wide", "-DEMULATED")),)
         if options.seed == 0:
             own = program(compiler() or "cc", Path(folder) / "own")
-            convict(own, arm, filter(kernels.select, options.names), seed=1)
+            convict(own, emulators["arm64"], filter(kernels.select, options.names), seed=1)
         for seed in count(options.seed):
             size = min(PART[0], options.products - products), min(PART[1], options.steps - steps)
             if max(size) <= 0:
                 break
-            found = both(kernels, arm, seed, size, options.names)
+            found = everywhere(kernels, emulators, seed, size, options.names)
             if seed:
                 products, steps = products + max(0, size[0]), steps + max(0, size[1])
             if len(set(found.values())) > 1:
