@@ -28,10 +28,30 @@ ACCIDENTS: dict[str, Accident] = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "nemotron_h", "jamba", "bamba"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+KINDS = ("qwen3_5", "nemotron_h", "jamba", "bamba")
+PLACES = (0, 1, 2)
+
+
+def cases(turn: int) -> list[tuple[str, str]]:
+    """The accidents on the first kind, and one on each other, which another `turn` has meet with another."""
+    names = list(ACCIDENTS)
+    others = [(kind, names[(number + turn) % len(names)]) for number, kind in enumerate(KINDS[1:])]
+    return [*((KINDS[0], name) for name in names), *others]
+
+
+def meets(turn: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("kind", "accident"), cases(turn), indirect=["kind"])
+
+
+@pytest.fixture(scope="module")
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     endless = {"max_position_embeddings": 1024, "eos_token_id": None}
-    return save_tiny(request.param, tmp_path_factory.mktemp("hybrid") / request.param, **endless)
+    return save_tiny(kind, tmp_path_factory.mktemp("hybrid") / kind, **endless)
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +88,11 @@ def far(opened: Model, pool: MemoryPool, model: Model) -> Iterator[None]:
     delay(0.0)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize("accident", ACCIDENTS)
+@pytest.mark.parametrize(
+    ("kind", "accident", "place"),
+    [(*case, place) for place in PLACES for case in cases(place) if place == 1 or case[0] == KINDS[0]],
+    indirect=["kind"],
+)
 def test_a_server_is_lost_while_tokens_come(accident: str, place: int, model: Model, fleet: Fleet, whole: Any) -> None:
     ids = prompt(1, 80, seed=place)
     with model.inference_session(max_length=120) as session:
@@ -85,7 +108,7 @@ def test_a_server_is_lost_while_tokens_come(accident: str, place: int, model: Mo
         assert session.recoveries >= (accident != "drained")
 
 
-@pytest.mark.parametrize("accident", ACCIDENTS)
+@meets(0)
 def test_a_padded_batch_far_away(accident: str, model: Model, fleet: Fleet, whole: Any) -> None:
     ids = prompt(2, 40, seed=3)
     mask = (torch.arange(40) >= torch.tensor([0, 9])[:, None]).long()
@@ -100,7 +123,7 @@ def test_a_padded_batch_far_away(accident: str, model: Model, fleet: Fleet, whol
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("accident", ACCIDENTS)
+@meets(1)
 def test_drafts_far_away(accident: str, model: Model, fleet: Fleet, whole: Any) -> None:
     ids = prompt(1, 6, seed=4).repeat(1, 4)
     with model.inference_session(max_length=80) as session:
@@ -118,7 +141,9 @@ def test_drafts_far_away(accident: str, model: Model, fleet: Fleet, whole: Any) 
 
 
 @pytest.mark.parametrize(
-    ("accident", "place"), [("killed", 0), ("killed", 1), ("killed", 2), ("drained", 1), ("frozen", 1)]
+    ("kind", "accident", "place"),
+    [*((*case, 1) for case in cases(2)), (KINDS[0], "killed", 0), (KINDS[0], "killed", 2)],
+    indirect=["kind"],
 )
 def test_what_was_rolled_back_is_sent_to_nobody(accident: str, place: int, model: Model, fleet: Fleet) -> None:
     hidden = torch.randn(2, 30, HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -137,7 +162,7 @@ def test_what_was_rolled_back_is_sent_to_nobody(accident: str, place: int, model
         assert session.recoveries >= (accident != "drained")
 
 
-@pytest.mark.parametrize("accident", ACCIDENTS)
+@meets(2)
 def test_reordered_rows_are_replayed_as_they_were(accident: str, model: Model, fleet: Fleet) -> None:
     hidden = torch.randn(3, 12, HIDDEN, generator=torch.Generator().manual_seed(0))
     with model.inference_session(max_length=12) as session, torch.no_grad():
@@ -155,7 +180,7 @@ def test_reordered_rows_are_replayed_as_they_were(accident: str, model: Model, f
         assert (out - right).abs().max() <= TOLERANCE * right.abs().max()
 
 
-@pytest.mark.parametrize("accident", ACCIDENTS)
+@meets(3)
 def test_a_fork_goes_on_without_a_server(accident: str, model: Model, fleet: Fleet, whole: Any) -> None:
     ids = prompt(1, 70, seed=6)
     with model.inference_session(max_length=120) as session:
