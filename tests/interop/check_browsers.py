@@ -19,7 +19,7 @@ from tests.interop.check_client import expected
 from tests.nat.lab import Host, Kind, Lab, open_lab, why_not
 from tests.nat.nodes import LISTEN, LabNodes, LightNode, lab_nodes
 from tests.swarm import faulty_server
-from tests.swarm.processes import ReadyNode, Running, until
+from tests.swarm.processes import Node, ReadyNode, Running, until
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import save_tiny
 
@@ -77,16 +77,7 @@ def test_join_link_with_relay_nat_liar_and_loss(kind: str, tmp_path: Path) -> No
     folder = tmp_path / "tiny-llama"
     save_tokenizer(save_tiny("llama", folder, max_position_embeddings=4096, eos_token_id=None))
     with open_lab() as lab, lab_nodes(tmp_path / "machines") as nodes:
-        relay = nodes.command(lab.host("relay"), "bootstrap", "--new-swarm", "--listen", f"{LISTEN}/ws")
-        serve = ("serve", str(folder), "--listen", LISTEN, "--peer", relay.address, *SHARED)
-        homes = {"home": "0:3", "office": "3:6", "attic": "3:6"}
-        hidden = {
-            node.peer_id: node
-            for node in [
-                nodes.command(lab.nat(name, Kind.SYMMETRIC).host(f"{name}-pc"), *serve, "--blocks", blocks)
-                for name, blocks in homes.items()
-            ]
-        }
+        relay, hidden = hidden_servers(lab, nodes, folder, {"home": "0:3", "office": "3:6", "attic": "3:6"})
         liar = lying(lab, nodes, tmp_path, folder, relay.address)
         friend = lab.host("friend")
         link = invited(lambda: nodes.run(friend, "invite", "--peer", relay.address, "--json", timeout=240))
@@ -112,6 +103,17 @@ def test_join_link_with_relay_nat_liar_and_loss(kind: str, tmp_path: Path) -> No
         of_page = [url for url in asked if url.startswith("http")]
         assert all(url.startswith(f"http://127.0.0.1:{WEB}/") for url in of_page), of_page
         assert {url.rpartition("/")[2].partition("#")[0] for url in of_page} <= {"page.html", "page.js", "favicon.ico"}
+
+
+def hidden_servers(lab: Lab, nodes: LabNodes, folder: Path, homes: dict[str, str]) -> tuple[Node, dict[str, Node]]:
+    """A relay that only listens for WebSocket, and servers of these blocks, each behind a NAT of its own."""
+    relay = nodes.command(lab.host("relay"), "bootstrap", "--new-swarm", "--listen", f"{LISTEN}/ws")
+    serve = ("serve", str(folder), "--listen", LISTEN, "--peer", relay.address, *SHARED)
+    started = [
+        nodes.command(lab.nat(name, Kind.SYMMETRIC).host(f"{name}-pc"), *serve, "--blocks", blocks)
+        for name, blocks in homes.items()
+    ]
+    return relay, {node.peer_id: node for node in started}
 
 
 def lying(lab: Lab, nodes: LabNodes, folder_of_test: Path, folder: Path, relay: str) -> ReadyNode:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import torch
-from transformers import AutoTokenizer
 
 from tests.interop.built import BUILT, CHAT, built, invited
-from tests.interop.check_client import SHARED, expected, is_unused, led_by_strangers
+from tests.interop.check_browsers import PROGRAMS, hidden_servers
+from tests.interop.check_client import SHARED, by_transformers, is_unused, led_by_strangers
 from tests.interop.peers import JsNodes, js
-from tests.nat.nodes import ToldNode
+from tests.nat.lab import Host, Kind, open_lab, why_not
+from tests.nat.nodes import LabNodes, LightNode, ToldNode, lab_nodes
 from tests.patience import children
 from tests.swarm.conftest import home, node_starter
 from tests.swarm.processes import WS, Nodes, ReadyNode, Running, petalnode, until
@@ -37,14 +37,20 @@ NODES: Final = "Object.values(document.querySelector('pn-chat')?.conversation?.n
 
 
 class ChatPage:
-    """The page in a tab. Who `allow`s some tokens wants the likeliest ones."""
+    """The page in a tab, on this machine or on one of a lab. Who `allow`s some tokens wants the likeliest ones."""
 
-    def __init__(self, nodes: Nodes, kind: str) -> None:
+    def __init__(self, nodes: Nodes | LabNodes, kind: str, host: Host | None = None) -> None:
         serve = [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1", "--directory", str(CHAT)]
-        web = Running(serve, nodes.env)
-        command = [sys.executable, "-m", "tests.interop.browser", json.dumps({"kind": kind})]
-        self.tab: Final = ToldNode(command, nodes.home)
-        nodes.running += [web, self.tab]
+        if isinstance(nodes, LabNodes):
+            assert host is not None
+            web = nodes.program(host, serve)
+            browser = LightNode(host, nodes.home(host), {"kind": kind}, ("tests.interop.browser",))
+            self.tab: ToldNode = nodes.kept(browser)
+        else:
+            web = Running(serve, nodes.env)
+            command = [sys.executable, "-m", "tests.interop.browser", json.dumps({"kind": kind})]
+            self.tab = ToldNode(command, nodes.home)
+            nodes.running += [web, self.tab]
         assert self.tab.ready
         self.host: Final = f"http://127.0.0.1:{web.line().split(' port ')[1].split()[0]}/"
 
@@ -114,14 +120,57 @@ def test_chat_page_answers_by_link_without_petalnode_api(node_starter: Nodes, tm
     assert [change["lost"][0]["peer"] for change in first["route"]["changes"]] == [lost]
     assert {hop["peer"] for hop in second["route"]["hops"]} == set(named) - {lost}
     said = [("user", "how does it go on?"), ("assistant", first["content"]), ("user", "and then?")]
-    assert first["content"] == by_transformers(folder, said[:1])
-    assert second["content"] == by_transformers(folder, said)
+    assert first["content"] == by_transformers(folder, said[:1], COUNT)
+    assert second["content"] == by_transformers(folder, said, COUNT)
     swarm = page.run("document.querySelector('pn-swarm').known")
     assert swarm["num_blocks"] == 6 and swarm["model"] == "tiny-llama"
     assert {server["peer_id"] for server in swarm["servers"]} >= set(named) - {lost}
     assert page.run(KEPT) == 2  # embeddings; norm and head
     assert page.asked_by_http() == loaded
     assert {url.removeprefix(page.host).partition("?")[0].rpartition("/")[2] for url in loaded} <= FILES
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_a_chat_through_a_relay_shows_its_route(tmp_path: Path, kind: str) -> None:
+    """Tab and servers are behind NATs that cannot be punched."""
+    if reason := why_not():
+        pytest.skip(reason)
+    folder = tmp_path / "tiny-llama"
+    save_tokenizer(save_tiny("llama", folder, max_position_embeddings=4096, eos_token_id=None))
+    with open_lab() as lab, lab_nodes(tmp_path / "machines") as nodes:
+        relay, hidden = hidden_servers(lab, nodes, folder, {"home": "0:3", "office": "3:6"})
+        friend = lab.host("friend")
+        link = invited(lambda: nodes.run(friend, "invite", "--peer", relay.address, "--json", timeout=240))
+        page = ChatPage(nodes, kind, lab.nat("cafe", Kind.SYMMETRIC).host("laptop"))
+        page.open()
+        page.allow(COUNT)
+        page.join(link)
+        loaded = page.asked_by_http()
+        page.ask("how does it go on?")
+        answer = page.answer(0)
+        page.tab.ask("picture", path=str(BUILT / f"chat-relay-{kind}.png"))
+        assert answer["content"] == by_transformers(folder, [("user", "how does it go on?")], COUNT)
+        assert [(hop["peer"], hop["relayed"]) for hop in answer["route"]["hops"]] == [(peer, True) for peer in hidden]
+        shown = page.run("[...document.querySelectorAll('.hop-blocks')].map(({ textContent }) => textContent)")
+        assert shown == ["blocks 0:3, by a relay", "blocks 3:6, by a relay"]
+        assert page.asked_by_http() == loaded
+
+
+def test_a_chat_goes_on_behind_a_stopped_answer(node_starter: Nodes, tmp_path: Path) -> None:
+    folder, server = served(node_starter, tmp_path)
+    page = ChatPage(node_starter, "chromium")
+    page.open()
+    page.allow(LONG)
+    page.join(server.address)
+    page.ask("how does it go on?")
+    until(lambda: any(node["route"]["tokens"] >= 8 for node in page.answers()), "eight tokens")
+    page.run("document.querySelector('button.stop').click()")
+    until(lambda: page.answers()[0]["state"] == "stopped", "that it has stopped")
+    first = page.answers()[0]
+    assert 8 <= first["route"]["tokens"] < LONG
+    page.ask("and then?")
+    said = [("user", "how does it go on?"), ("assistant", first["content"]), ("user", "and then?")]
+    assert page.answer(1)["content"] == by_transformers(folder, said, LONG)
 
 
 def test_strangers_lead_a_tab_to_servers(node_starter: Nodes, js: JsNodes, tmp_path: Path) -> None:
@@ -135,7 +184,7 @@ def test_strangers_lead_a_tab_to_servers(node_starter: Nodes, js: JsNodes, tmp_p
     loaded = page.asked_by_http()
     page.ask("how does it go on?")
     answer = page.answer(0)
-    assert answer["content"] == by_transformers(folder, [("user", "how does it go on?")])
+    assert answer["content"] == by_transformers(folder, [("user", "how does it go on?")], COUNT)
     assert [hop["peer"] for hop in answer["route"]["hops"]] == servers
     assert page.asked_by_http() == loaded
 
@@ -160,8 +209,8 @@ def test_full_storage_costs_no_answer(node_starter: Nodes, tmp_path: Path) -> No
     page.ask("and then?")
     second = page.answer(1)
     said = [("user", "how does it go on?"), ("assistant", first["content"]), ("user", "and then?")]
-    assert first["content"] == by_transformers(folder, said[:1])
-    assert second["content"] == by_transformers(folder, said)
+    assert first["content"] == by_transformers(folder, said[:1], COUNT)
+    assert second["content"] == by_transformers(folder, said, COUNT)
     assert page.run(f"{KEPT}.catch(() => 0)") == 0
     assert page.run("document.querySelector('pn-page').storage.all().then(all => all.length)") == 1
 
@@ -190,13 +239,6 @@ def test_a_tab_that_slept_goes_on(node_starter: Nodes, tmp_path: Path) -> None:
     answer = page.answer(0)
     assert answer["content"] == by_transformers(folder, [("user", "how does it go on?")], LONG)
     assert answer["route"]["recoveries"] == 1
-
-
-def by_transformers(folder: Path, said: list[tuple[str, str]], count: int = COUNT) -> str:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    messages = [{"role": role, "content": content} for role, content in said]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-    return str(tokenizer.decode(expected(folder, torch.tensor([ids]), count), skip_special_tokens=True))
 
 
 def test_the_chat_page_with_its_code_is_small() -> None:

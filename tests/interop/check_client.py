@@ -29,7 +29,9 @@ from tests.interop.peers import JsNodes, found_by, js
 from tests.swarm import faulty_server
 from tests.swarm.conftest import home, models, node_starter
 from tests.swarm.processes import LOOPBACK, WS, Nodes, ReadyNode, Running, petalnode, run_to_end, until
-from tests.tiny_models import load_whole
+from tests.swarm.tokenizer import save_tokenizer
+from tests.tiny_gguf import write_tiny_gguf
+from tests.tiny_models import load_whole, save_tiny
 
 __all__ = ["built", "home", "js", "models", "node_starter"]
 SHARED: Final = ("--share-weights", "on")
@@ -69,6 +71,14 @@ def expected(folder: Path, ids: torch.Tensor, count: int) -> list[int]:
 @pytest.fixture
 def folder(models: Path) -> Path:
     return models / "tiny-llama"
+
+
+def by_transformers(folder: Path, said: list[tuple[str, str]], count: int) -> str:
+    """The answer to what was said, (role, text) each."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": role, "content": content} for role, content in said]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return str(tokenizer.decode(expected(folder, torch.tensor([ids]), count), skip_special_tokens=True))
 
 
 def options(count: int) -> dict[str, Any]:
@@ -120,8 +130,36 @@ def is_unused(nodes: Nodes, server: ReadyNode) -> bool:
     return bool(servers) and servers[0]["cache_tokens_free"] == servers[0]["cache_tokens"]
 
 
-def test_an_installed_package_does_what_readme_says(node_starter: Nodes, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3", "granite", "gemma2"])
+def test_ends_of_a_family_give_its_tokens(node_starter: Nodes, tmp_path: Path, kind: str) -> None:
+    folder = save_tiny(kind, tmp_path / f"tiny-{kind}")
+    save_tokenizer(folder)
+    server = node_starter.server(folder, "0:6", "--listen", WS, *SHARED)
+    ids = prompt(1, 9)
+    done = Client(node_starter, peers=[server.address], prompt=ids[0].tolist(), options=options(24)).event("done")
+    assert done["ids"] == expected(folder, ids, 24)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+def test_weights_of_gguf_files_give_pythons_tokens(node_starter: Nodes, tmp_path: Path, kind: str) -> None:
+    file = write_tiny_gguf(tmp_path / f"tiny-{kind}.gguf", kind)
+    server = node_starter.server(file, "0:3", "--listen", WS, *SHARED)
+    ids = prompt(1, 9)[0].tolist()
+    python = Running(
+        [sys.executable, "-m", "tests.nat.generating_client", str(file), server.address], node_starter.env, ROOT
+    )
+    node_starter.running.append(python)
+    assert python.process.stdin is not None
+    python.process.stdin.write(json.dumps({"ids": ids, "tokens": 24}) + "\n")
+    python.process.stdin.flush()
+    done = Client(node_starter, peers=[server.address], prompt=ids, options=options(24)).event("done")
+    assert done["ids"] == python.event("done")["ids"][len(ids) :]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`npm pack`, unpacked beside what it depends on."""
+    tmp_path = tmp_path_factory.mktemp("packed")
     npm = [NODE, str(Path(ROOT_DIR) / "lib/node_modules/npm/bin/npm-cli.js")]
     subprocess.run([*npm, "pack", "--pack-destination", str(tmp_path)], cwd=ROOT / "clients/js", check=True)
     (packed,) = tmp_path.glob("petalnode-client-*.tgz")
@@ -129,8 +167,17 @@ def test_an_installed_package_does_what_readme_says(node_starter: Nodes, folder:
     shutil.rmtree(BUILT / "packed", ignore_errors=True)
     installed.mkdir(parents=True)
     subprocess.run(["tar", "-xzf", str(packed), "-C", str(installed), "--strip-components", "1"], check=True)
+    (BUILT / "packed/package.json").write_text("{}")  # else the folder above, which has its name, would be imported
+    return installed
+
+
+def example_of(installed: Path) -> str:
+    return (installed / "README.md").read_text().partition("```js\n")[2].partition("```")[0]
+
+
+def test_an_installed_package_does_what_readme_says(node_starter: Nodes, folder: Path, installed: Path) -> None:
     server = node_starter.server(folder, "0:6", "--listen", LOOPBACK, *SHARED)
-    code = (installed / "README.md").read_text().partition("```js\n")[2].partition("```")[0]
+    code = example_of(installed)
     example = re.sub(r"Client\.join\(.*", f"Client.join({{ peers: ['{server.address}'] }})", code)
     assert server.address in example
     (BUILT / "packed/example.mjs").write_text(example.replace("temperature: 0.7", "temperature: 0"))
@@ -139,6 +186,46 @@ def test_an_installed_package_does_what_readme_says(node_starter: Nodes, folder:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
     assert done.out.startswith(tokenizer.decode(expected(folder, ids, 64), skip_special_tokens=True))
+
+
+TYPED = """
+import { Cheated, Refused, readLink } from 'petalnode-client'
+import { webRTC } from 'petalnode-client/webrtc'
+declare const process: { stdout: { write (text: string): void } }
+const another = await Client.join({ link: 'petalnode:', transports: [webRTC()] })
+const [{ missing }] = await another.models({ model: 'tiny-llama' })
+const codes: number[] = [...missing, new Refused().code, readLink('petalnode:').peers.length]
+const stop = new AbortController()
+for await (const { id, route } of model.generate([1, 2], { signal: stop.signal, topK: 4 })) codes.push(id, route[0].ms)
+// @ts-expect-error
+model.generate(1)
+// @ts-expect-error
+codes.push(new Cheated().code)
+"""
+
+
+def test_types_fit_what_readme_says(installed: Path) -> None:
+    program = installed.parents[1] / "typed.mts"
+    program.write_text(f"{example_of(installed)}{TYPED}")
+    compiler = [NODE, str(BUILT / "peers/node_modules/typescript/lib/tsc.js"), "--noEmit", "--strict"]
+    form = ["--module", "nodenext", "--target", "es2022", "--lib", "es2022,dom", str(program)]
+    done = subprocess.run([*compiler, *form], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_example_chats_in_a_terminal(node_starter: Nodes, folder: Path, installed: Path) -> None:
+    server = node_starter.server(folder, "0:6", "--listen", LOOPBACK, *SHARED)
+    questions = ["how does it go on?", "and then?"]
+    command = [NODE, "examples/chat.mjs", server.address, "--temperature", "0", "--tokens", "30"]
+    done = subprocess.run(
+        command, cwd=installed, env=node_starter.env, input="\n".join(questions), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    said: list[tuple[str, str]] = []
+    for question in questions:
+        said.append(("user", question))
+        said.append(("assistant", by_transformers(folder, said, 30)))
+    assert done.stdout == "".join(f"{text}\n" for role, text in said if role == "assistant")
 
 
 @pytest.mark.parametrize("listen", [WS, LOOPBACK])

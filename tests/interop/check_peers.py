@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -20,9 +22,9 @@ from petalnode.node.version import __version__
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState, sign_announcement
 from petalnode.protocols.ids import DIRECTORY, Span
-from tests.interop.go_node import PUBLIC, GoNode, GoNodes, go
+from tests.interop.go_node import PUBLIC, GoNode, GoNodes, go, read_varint
 from tests.interop.peers import JsNode, JsNodes, found_by, js
-from tests.nat.lab import Kind, Lab, open_lab
+from tests.nat.lab import Host, Kind, Lab, open_lab
 from tests.nat.nodes import LISTEN, LabNodes, lab_nodes
 from tests.swarm.announcers import Nodes as Announcers
 from tests.swarm.conftest import home, node_starter
@@ -93,14 +95,8 @@ def test_a_relay_of_theirs_keeps_our_reservation(js: JsNodes, go: GoNodes, tmp_p
     """It is not asked for AutoNAT 1: js-libp2p would close the connection that the reservation hangs on. go-libp2p's
     lets 128 KiB through a circuit."""
     with open_lab() as lab, lab_nodes(tmp_path) as nodes:
-        host, meeting = lab.host("relay"), nodes.light(lab.host("meeting"), listen=[LISTEN])
-        listen = f"/ip4/{host.address}/tcp/{PORT}"
-        if kind == "go":
-            relay: JsNode | GoNode = go.start(listen, *PUBLIC, prefix=host.command(()))
-        else:
-            services = ["relay", "autonat", "autonat2"]
-            relay = js.start(prefix=host.command(()), listen=[listen], announce=[listen], services=services)
-        address = f"{listen}/p2p/{relay.peer_id}"
+        meeting = nodes.light(lab.host("meeting"), listen=[LISTEN])
+        relay, address = reachable(kind, js, go, lab.host("relay"), "relay", "autonat", "autonat2")
         given = {"listen": [LISTEN], "peers": [meeting.address], "relay": address}
         server = nodes.light(lab.nat("home").host("server"), blocks=[0, 4], **given)
         server.ask("wait_relays", relays=[relay.peer_id])
@@ -121,30 +117,16 @@ def test_who_reaches_us_through_relay_gets_direct_connection(
     """We accepted the relayed connection, so we begin (DCUtR)."""
     with open_lab() as lab, lab_nodes(tmp_path) as nodes:
         relay, server = relayed_server(lab, nodes)
-        host = lab.host("theirs")
-        listen = f"/ip4/{host.address}/tcp/{PORT}"
-        circuit = f"{relay}/p2p-circuit/p2p/{server}"
-        if kind == "go":
-            theirs = go.start(listen, *PUBLIC, prefix=host.command(()))
-            assert theirs.connect(circuit)
-            until(lambda: is_direct(theirs.paths(server)), "a direct connection")
-            return
-        node = js.start(prefix=host.command(()), listen=[listen], announce=[listen], services=["dcutr"])
-        assert node.ask("connect", peer=circuit) == server
-        until(lambda: is_direct(node.ask("paths", peer=server)), "a direct connection")
+        theirs, _ = reachable(kind, js, go, lab.host("theirs"), "dcutr")
+        assert theirs.connect(f"{relay}/p2p-circuit/p2p/{server}")
+        until(lambda: is_direct(theirs.paths(server)), "a direct connection")
 
 
 @pytest.mark.parametrize("kind", ["js", "go"])
 def test_autonat_of_theirs_tells_where_we_are(js: JsNodes, go: GoNodes, tmp_path: Path, kind: str) -> None:
     """The second version of js-libp2p; p2pd has the first one alone."""
     with open_lab() as lab, lab_nodes(tmp_path) as nodes:
-        host = lab.host("theirs")
-        listen = f"/ip4/{host.address}/tcp/{PORT}"
-        if kind == "go":
-            address = go.start(listen, *PUBLIC, prefix=host.command(())).address
-        else:
-            node = js.start(prefix=host.command(()), listen=[listen], announce=[listen], services=["autonat2", "table"])
-            address = f"{listen}/p2p/{node.peer_id}"
+        _, address = reachable(kind, js, go, lab.host("theirs"), "autonat2", "table")
         given = {"listen": [LISTEN], "peers": [address], "relay": "off"}
         hidden = nodes.light(lab.nat("home").host("hidden"), **given)
         public = nodes.light(lab.host("public"), **given)
@@ -175,6 +157,16 @@ def relayed_server(lab: Lab, nodes: LabNodes) -> tuple[str, str]:
     server = nodes.light(lab.nat("home").host("server"), listen=[LISTEN], peers=[relay.address], blocks=[0, 4])
     server.ask("wait_relays", relays=[relay.peer_id])
     return relay.address, server.peer_id
+
+
+def reachable(kind: str, js: JsNodes, go: GoNodes, host: Host, *services: str) -> tuple[JsNode | GoNode, str]:
+    """A node on a machine of a lab that others reach, and its address. js-libp2p's has these services, go's has all."""
+    listen = f"/ip4/{host.address}/tcp/{PORT}"
+    if kind.startswith("go"):
+        node = go.start(listen, *PUBLIC, prefix=host.command(()))
+        return node, node.address
+    other = js.start(prefix=host.command(()), listen=[listen], announce=[listen], services=services)
+    return other, f"{listen}/p2p/{other.peer_id}"
 
 
 def is_direct(paths: list[dict[str, str]]) -> bool:
@@ -219,13 +211,19 @@ def test_nodes_of_go_meet_through_ours(node_starter: Nodes, go: GoNodes, listen:
         assert stream.read(1 + len(ping)) == bytes([len(ping)]) + ping
 
 
-def test_nodes_of_go_meet_through_our_relay(node_starter: Nodes, go: GoNodes) -> None:
+@pytest.mark.parametrize("key", ["Ed25519", "ECDSA"])
+def test_nodes_of_go_meet_through_our_relay(node_starter: Nodes, go: GoNodes, key: str) -> None:
     ours = node_starter.bootstrap()
     reserve = ("-autoRelay", "-relayDiscovery=false", "-trustedRelays", ours.address, "-forceReachabilityPrivate")
-    hidden, other = go.start(LOOPBACK, *reserve), go.start()
+    hidden = go.start(LOOPBACK, *reserve, *(go.key() if key == "ECDSA" else ()))
+    other = go.start(LOOPBACK, *(go.key() if key == "ECDSA" else ()))
     circuit = f"{ours.address}/p2p-circuit/p2p/{hidden.peer_id}"
     until(lambda: other.connect(circuit), "the reservation")
     assert other.paths(hidden.peer_id)  # on this machine they find a direct way as well
+    if key == "ECDSA":
+        with other.open(ours.peer_id, DIRECTORY) as stream:
+            said = wire.DirectoryFrame.FromString(stream.read(read_varint(stream)))
+        assert f"the one of {other.peer_id} is of another kind" in said.error.message
 
 
 async def until_true(condition: Callable[[], bool]) -> None:
@@ -233,12 +231,25 @@ async def until_true(condition: Callable[[], bool]) -> None:
         await trio.sleep(0.05)
 
 
-async def test_evidence_goes_through_gossipsub_of_theirs(go: GoNodes) -> None:
+@contextmanager
+def subscribed(node: JsNode | GoNode, topic: str) -> Iterator[Iterator[bytes]]:
+    """What the node hears on a topic of gossipsub."""
+    if isinstance(node, GoNode):
+        with node.subscribed(topic) as messages:
+            yield messages
+        return
+    node.ask("subscribe", topic=topic)
+    yield (bytes.fromhex(node.wait_event("message")["data"]) for _ in count())
+
+
+@pytest.mark.parametrize("kind", ["js", "go"])
+async def test_evidence_goes_through_gossipsub_of_theirs(js: JsNodes, go: GoNodes, kind: str) -> None:
     """Between nodes of ours that are not connected."""
-    theirs, store = go.start(), TrustStore()
+    theirs = go.start() if kind == "go" else js.start(listen=[LOOPBACK], services=["gossip", "table"])
+    store = TrustStore()
     given = {"listen": (LOOPBACK,), "peers": (theirs.address,), "serve_dht": False, "gossip": True}
     finder, other = SwarmConfig(Identity.generate(), **given), SwarmConfig(Identity.generate(), trust=store, **given)
-    with theirs.subscribed(TOPIC) as messages, trio.fail_after(600):
+    with subscribed(theirs, TOPIC) as messages, trio.fail_after(600):
         async with open_swarm(finder) as one, open_swarm(other) as another:
             await until_true(lambda: all(node.gossip and node.gossip.peers() for node in (one, another)))
             await one.publish_evidence(equivocation(), recomputed=False)

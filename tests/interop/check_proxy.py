@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+from tests.import_graph import ROOT
 from tests.interop.built import PAGE, built
 from tests.interop.check_browsers import COUNT, PRIMES, SHARED, Page
 from tests.interop.check_client import expected
 from tests.nat.lab import Host, Lab, open_lab, why_not
 from tests.nat.nodes import LabNodes, lab_nodes
 from tests.swarm.certificates import certificate
-from tests.swarm.processes import Node, until
+from tests.swarm.processes import Node, ReadyNode, until
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import save_tiny
 
@@ -64,16 +66,28 @@ class Site:
         conf = self.folder / "conf"
         conf.write_text(NGINX.format(folder=self.folder, page=PAGE, certificate=files[0], key=files[1]))
         nodes.program(self.host, [str(shutil.which("nginx")), "-p", str(self.folder), "-c", str(conf)])
-        self.model = folder / "tiny-llama"
-        save_tokenizer(save_tiny("llama", self.model, max_position_embeddings=4096, eos_token_id=None))
-        at = ("--listen", "/ip4/127.0.0.1/tcp/8080/ws", "--announce", f"/ip4/{self.host.address}/tcp/443/tls/ws")
-        serve = ("serve", str(self.model), "--new-swarm", "--blocks", "0:6", *at, *SHARED)
-        self.server: Node = nodes.command(self.host, *serve)
-        assert self.server.ready
+        self.model, self.server = served_behind(nodes, self.host, folder)
 
     def cuts(self) -> int:
         """Lines of WebSocket that have ended so far."""
         return (self.folder / "access").read_text().count('" 101 ')
+
+
+def served_behind(nodes: LabNodes, host: Host, folder: Path) -> tuple[Path, Node]:
+    """A model, and a server of all of it that announces the proxy on its machine."""
+    model = folder / "tiny-llama"
+    save_tokenizer(save_tiny("llama", model, max_position_embeddings=4096, eos_token_id=None))
+    at = ("--listen", "/ip4/127.0.0.1/tcp/8080/ws", "--announce", f"/ip4/{host.address}/tcp/443/tls/ws")
+    server = nodes.command(host, "serve", str(model), "--new-swarm", "--blocks", "0:6", *at, *SHARED)
+    assert server.ready
+    return model, server
+
+
+def wanted(model: Path) -> str:
+    """How the model goes on."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer(PRIMES, return_tensors="pt").input_ids
+    return str(tokenizer.decode(expected(model, ids, COUNT), skip_special_tokens=True))
 
 
 @pytest.fixture(autouse=True)
@@ -90,15 +104,36 @@ def test_page_and_node_share_nginx(kind: str, tmp_path: Path) -> None:
         site = Site(lab, nodes, tmp_path, 30)
         page = Page(nodes, lab.nat("cafe").host("laptop"), kind, insecure=True)
         page.tab.ask("open", url=f"https://{site.host.address}/page.html#{site.server.address}")
-        tokenizer = AutoTokenizer.from_pretrained(site.model)
-        ids = tokenizer(PRIMES, return_tensors="pt").input_ids
-        wanted = tokenizer.decode(expected(site.model, ids, COUNT), skip_special_tokens=True)
+        text = wanted(site.model)
         for cuts in (0, 1):
             assert site.cuts() == cuts
             page.generate(PRIMES, COUNT)
             until(lambda: bool(page.said("done") or page.said("failed")), "the end of the answer")
-            assert page.said("failed") == "" and page.text() == wanted
+            assert page.said("failed") == "" and page.text() == text
             until(lambda: site.cuts() > 0, "that the idle line is cut")
+
+
+def test_a_proxy_that_buffers_and_cuts_changes_nothing(tmp_path: Path) -> None:
+    """It gathers bytes, hands them on in other pieces, and cuts all lines in the middle of an answer."""
+    with open_lab() as lab, lab_nodes(tmp_path / "machines") as nodes:
+        host, files = lab.host("web"), map(str, certificate(tmp_path))
+        program = host.command([sys.executable, "-m", "tests.nat.reverse_proxy", "443", "8080", *files])
+        proxy: ReadyNode = nodes.kept(ReadyNode(program, nodes.env(host), ROOT))
+        assert proxy.ready
+        folder, server = served_behind(nodes, host, tmp_path)
+        page = Page(nodes, lab.nat("cafe").host("laptop"), "chromium", insecure=True)
+        page.open(server.address)
+        page.generate(PRIMES, COUNT)
+        until(lambda: int(page.said("count") or 0) >= 12, "twelve tokens")
+        assert proxy.process.stdin is not None
+        proxy.process.stdin.write("\n")
+        proxy.process.stdin.flush()
+        before = proxy.event("cut")["requests"]
+        until(lambda: bool(page.said("done") or page.said("failed")), "the end of the answer")
+        assert page.said("failed") == "" and page.text() == wanted(folder)
+        proxy.process.stdin.write("\n")
+        proxy.process.stdin.flush()
+        assert proxy.event("cut")["requests"] > before  # the answer went on by another line
 
 
 def test_an_expired_certificate_is_told(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Final
 import pytest
 
 from tests.import_graph import ROOT
-from tests.interop.check_peers import PORT, is_direct
-from tests.interop.go_node import GoNodes, go
+from tests.interop.check_peers import is_direct, node_of, reachable
+from tests.interop.go_node import GoNode, GoNodes, go
 from tests.interop.peers import JsNodes, js
 from tests.nat.lab import Host, open_lab
 from tests.swarm.processes import LOOPBACK, WS, Running, environment, until
@@ -67,10 +67,13 @@ def told(server: Running, name: str) -> str:
     return str(found["value"])
 
 
+@pytest.mark.parametrize("kind", ["js", "go"])
 @pytest.mark.parametrize(("transport", "listen"), [("tcp", LOOPBACK), ("ws", WS)])
-def test_transport_dialer_and_listener(js: JsNodes, roles: Roles, transport: str, listen: str) -> None:
-    theirs = js.start(listen=[listen])
-    server = roles.share(listener_multiaddr=theirs.ready["addrs"][0])
+def test_transport_dialer_and_listener(
+    js: JsNodes, go: GoNodes, roles: Roles, kind: str, transport: str, listen: str
+) -> None:
+    theirs, address = node_of(kind, js, go, listen)
+    server = roles.share(listener_multiaddr=address)
     common = {"TRANSPORT": transport, "SECURE_CHANNEL": "noise", "MUXER": "yamux"}
     dialer = roles.start(IS_DIALER="true", **common)
     assert dialer.wait(600) == 0, dialer.errors
@@ -78,16 +81,12 @@ def test_transport_dialer_and_listener(js: JsNodes, roles: Roles, transport: str
     assert [line.partition(":")[0] for line in said] == ["latency", "  handshake_plus_one_rtt", "  ping_rtt", "  unit"]
     roles.start(IS_DIALER="false", LISTENER_IP="127.0.0.1", **common)
     ours = told(server, "listener_multiaddr")
-    assert theirs.ask("ping", peer=ours) >= 0
+    assert theirs.connect(ours) and (isinstance(theirs, GoNode) or theirs.ask("ping", peer=ours) >= 0)
 
 
 @pytest.mark.parametrize("kind", ["js", "go"])
 def test_provider_and_querier_meet_through_bootstrap(js: JsNodes, go: GoNodes, roles: Roles, kind: str) -> None:
-    if kind == "go":
-        bootstrap = go.start().address
-    else:
-        bootstrap = js.start(listen=[LOOPBACK], services=["table"]).ready["addrs"][0]
-    server = roles.share(bootstrap_addr=bootstrap)
+    server = roles.share(bootstrap_addr=node_of(kind, js, go, LOOPBACK)[1])
     roles.start(ROLE="provider", LISTENER_IP="127.0.0.1")
     assert told(server, "provider_done") == "done"
     querier = roles.start(ROLE="querier", LISTENER_IP="127.0.0.1")
@@ -95,15 +94,14 @@ def test_provider_and_querier_meet_through_bootstrap(js: JsNodes, go: GoNodes, r
     assert querier.line() == "status: pass"
 
 
-@pytest.mark.parametrize("kind", ["ours", "js dialer", "js relay"])
-def test_hole_punching_relay_listener_and_dialer(js: JsNodes, roles: Roles, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["ours", "js dialer", "js relay", "go dialer", "go relay"])
+def test_hole_punching_relay_listener_and_dialer(js: JsNodes, go: GoNodes, roles: Roles, kind: str) -> None:
     """js-libp2p's relay cannot tell who is behind NAT: it has no AutoNAT."""
     with open_lab() as lab:
         relay = lab.host("relay")
-        listen = f"/ip4/{relay.address}/tcp/{PORT}"
-        if kind == "js relay":
-            theirs = js.start(prefix=relay.command(()), listen=[listen], announce=[listen], services=["relay"])
-            server = roles.share(lab.host("values"), relay_multiaddr=f"{listen}/p2p/{theirs.peer_id}")
+        if kind.endswith("relay"):
+            theirs, address = reachable(kind, js, go, relay, "relay")
+            server = roles.share(lab.host("values"), relay_multiaddr=address)
             at = ""
         else:
             server = roles.share(lab.host("values"))
@@ -111,13 +109,12 @@ def test_hole_punching_relay_listener_and_dialer(js: JsNodes, roles: Roles, kind
             at = told(server, "relay_multiaddr")
         roles.start(lab.nat("home").host("listener"), IS_DIALER="false", PEER_IP="0.0.0.0")
         listener = told(server, "listener_peer_id")
-        if kind != "js dialer":
+        if not kind.endswith("dialer"):
             dialer = roles.start(lab.nat("office").host("dialer"), IS_DIALER="true", PEER_IP="0.0.0.0")
             assert dialer.wait(600) == 0, dialer.errors
             assert dialer.line().startswith("#") and dialer.line().startswith("handshakeTime: ")
             return
-        host = lab.host("theirs")
-        listen = f"/ip4/{host.address}/tcp/{PORT}"
-        theirs = js.start(prefix=host.command(()), listen=[listen], announce=[listen], services=["dcutr"])
-        assert theirs.ask("connect", peer=f"{at}/p2p-circuit/p2p/{listener}") == listener
-        until(lambda: is_direct(theirs.ask("paths", peer=listener)), "a direct connection")
+        theirs, _ = reachable(kind, js, go, lab.host("theirs"), "dcutr")
+        circuit = f"{at}/p2p-circuit/p2p/{listener}"
+        assert theirs.connect(circuit)
+        until(lambda: is_direct(theirs.paths(listener)), "a direct connection")

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import any_peer_id_from_bytes, any_peer_id_to_bytes
@@ -184,6 +186,16 @@ class GoNodes:
     def __init__(self, home: Path) -> None:
         self._home = home
         self._started: list[GoNode] = []
+
+    def key(self) -> tuple[str, str]:
+        """The flag for an ECDSA key, which js-libp2p makes none of (libp2p's peer-ids/peer-ids.md)."""
+        made = ec.generate_private_key(ec.SECP256R1())
+        data = made.private_bytes(
+            serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+        )
+        file = self._home / f"key-{len(self._started)}"
+        file.write_bytes(message((1, 3), (2, data)))
+        return "-id", str(file)
 
     def start(
         self, listen: str = LOOPBACK, *flags: str, peers: Sequence[str] = (), prefix: Sequence[str] = ()

@@ -9,6 +9,7 @@ import { autoNATv2 } from '@libp2p/autonat-v2'
 import { circuitRelayServer, circuitRelayTransport } from '@libp2p/circuit-relay-v2'
 import { generateKeyPair } from '@libp2p/crypto/keys'
 import { dcutr } from '@libp2p/dcutr'
+import { gossipsub } from '@libp2p/gossipsub'
 import { identify } from '@libp2p/identify'
 import { kadDHT, passthroughMapper } from '@libp2p/kad-dht'
 import { peerIdFromString } from '@libp2p/peer-id'
@@ -32,6 +33,7 @@ const SERVICES = {
   autonat: () => autoNAT(),
   autonat2: () => autoNATv2(),
   dcutr: () => dcutr(),
+  gossip: () => gossipsub(),
   relay: () => circuitRelayServer({ reservations: { applyDefaultLimit: false } }),
   table: () => table(false),
   tableClient: () => table(true)
@@ -123,6 +125,11 @@ const COMMANDS = {
   },
   // Its own addresses at which others have reached it.
   verified: () => node.components.addressManager.getAddressesWithMetadata().filter(({ verified }) => verified).map(({ multiaddr }) => multiaddr.toString()),
+  // From now on, the messages of a topic of gossipsub are printed: {"event": "message", "data"}.
+  subscribe: ({ topic }) => {
+    node.services.gossip.addEventListener('message', ({ detail }) => say({ event: 'message', data: Buffer.from(detail.data).toString('hex') }))
+    node.services.gossip.subscribe(topic)
+  },
   counts: () => ({ asked, closed })
 }
 

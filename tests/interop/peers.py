@@ -17,7 +17,7 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
 from petalnode.protocols.ids import Span, blocks_key, ranges_of
 from tests.interop.built import BUILT, NODE
-from tests.nat.nodes import ToldNode
+from tests.nat.nodes import NodeRefused, ToldNode
 from tests.node_inspection import table_of
 
 
@@ -27,6 +27,18 @@ class JsNode(ToldNode):
     def __init__(self, home: Path, prefix: Sequence[str] = (), **options: Any) -> None:
         shutil.copy(Path(__file__).with_name("peer.mjs"), BUILT / "peers")
         super().__init__([*prefix, NODE, str(BUILT / "peers/peer.mjs"), json.dumps(options)], home)
+
+    def connect(self, addr: str) -> bool:
+        """Whether it got through."""
+        try:
+            return bool(self.ask("connect", peer=addr))
+        except NodeRefused:
+            return False
+
+    def paths(self, peer: str) -> list[dict[str, str]]:
+        """The connections to a peer."""
+        found: list[dict[str, str]] = self.ask("paths", peer=peer)
+        return found
 
 
 class JsNodes:

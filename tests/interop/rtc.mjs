@@ -44,7 +44,8 @@ async function move ({ protocol, size }) {
       out.update(piece)
       const goesOn = stream.send(piece)
       done.sent += piece.length
-      if (!goesOn) await stream.onDrain({ signal: AbortSignal.timeout(LONG) })
+      // A stream that ends within `send` never tells `onDrain`; the next `send` does.
+      if (!goesOn && stream.status === 'open') await stream.onDrain({ signal: AbortSignal.timeout(LONG) })
     }
     await stream.close({ signal: AbortSignal.timeout(LONG) })
     await reading

@@ -3,12 +3,15 @@
 import assert from 'node:assert/strict'
 import { readFileSync } from 'node:fs'
 import { test } from 'node:test'
+import { defaultLogger } from '@libp2p/logger'
+import { AbstractStream } from '@libp2p/utils'
 import { base58btc } from 'multiformats/bases/base58'
 import { canonical, concat, digest, hex, isSigned, peerText, sha256 } from './src/canonical.js'
 import { Conversation, Text, lookUp } from './src/conversation.js'
 import { readAnnouncement } from './src/directory.js'
 import { Ends } from './src/ends.js'
 import { halfToFloat, toFloats } from './src/floats.js'
+import { Lost, Messages } from './src/framing.js'
 import { Products, Rows } from './src/rows.js'
 import { numbers } from './src/sampling.js'
 import { pledgeOf, receiptOf } from './src/session.js'
@@ -23,15 +26,23 @@ const peer = text => base58btc.baseDecode(text)
 const [server, client, validator] = old.keys.map(key => key.peer_id)
 const signed = (who, domain, message, signature) => assert.ok(isSigned(peer(who), domain, message, bytes(signature)))
 const f32 = values => new Uint8Array(Float32Array.from(values).buffer)
-const [, MANIFEST_FIELDS] = MANIFEST.find(([, , name]) => name === 'manifest')
-const [, TREE] = WEIGHTS.find(([, , name]) => name === 'tree')
+const partOf = (schema, name) => schema.find(field => field[2] === name)[1]
+const MANIFEST_FIELDS = partOf(MANIFEST, 'manifest')
+const RECEIPT = partOf(partOf(INFERENCE, 'reply'), 'receipt')
+// What servers say among each other, which a client does not read.
+const PUSH = [
+  [1, [[1, 'bytes', 'client'], [2, 'bytes', 'nonce'], [3, partOf(INFERENCE, 'step'), 'step'], [4, RECEIPT, 'receipt']], 'push'],
+  INFERENCE.at(-1)
+]
+const TREE = partOf(WEIGHTS, 'tree')
 
-function frames (vector, schema) {
-  return vector.map(({ message, bytes: text }) => {
+/** Among servers, frames are of another schema. */
+function frames (vector, schema, among) {
+  return vector.map(({ from: one, to, message, bytes: text }) => {
     const data = bytes(text)
     const [size, from] = readVarint(data, 0, 4)
     const header = data.subarray(from, from + Number(size))
-    const frame = decode(schema, header)
+    const frame = decode(among === undefined || [one, to].includes('client') ? schema : among, header)
     const body = Object.keys(frame).find(name => name !== 'tensors')
     assert.equal(body.replace(/[A-Z]/, letter => `_${letter.toLowerCase()}`), message)
     const payload = data.subarray(from + Number(size))
@@ -146,23 +157,62 @@ test('a part in the storage is used only if it is what it was', async () => {
   delete globalThis.caches
 })
 
+/** Checks the receipt of a session's first step; its hash. */
+function checked (who, open, granted, step, sent, reply) {
+  const { nonce, modelVersion, span } = open
+  const terms = [client, nonce, granted.sessionEpoch, modelVersion, [span.start, span.end], 1, [], open.codec, 'float32', bytes(''), bytes('')]
+  const [tensor] = sent.tensors
+  const targets = step.targets.map(({ peerId, nonce: there, sequence }) => [peerId, there, sequence])
+  const request = digest(
+    'petalnode/request/1', step.sequence, step.position, [], step.routeEpoch, tensor.shape, tensor.dtype, tensor.codec,
+    sha256(sent.payload), step.previousReceipt, targets
+  )
+  const { receipt } = reply
+  assert.deepEqual([receipt.requestHash, receipt.previousReceipt].map(hex), [request, digest('petalnode/session/1', ...terms)].map(hex))
+  assert.equal(hex(receipt.upstreamReceipt), hex(step.previousReceipt))
+  assert.equal(peerText(receipt.client), client)
+  const said = receiptOf(receipt)
+  signed(who, 'petalnode/receipt/1', said.bytes, hex(receipt.signature))
+  return said.hash()
+}
+
 test('a session from Open to Close', () => {
   const all = frames(said.session, INFERENCE)
   const [open, granted, step, reply] = all
   // What the client sends is written as petalnode writes it.
   for (const { frame, header } of [open, step, all[4]]) assert.equal(hex(encode(INFERENCE, frame)), hex(header))
-  const { nonce, modelVersion, span } = open.body
-  const blocks = [span.start, span.end]
-  const root = digest('petalnode/session/1', client, nonce, granted.body.sessionEpoch, modelVersion, blocks, 1, [], 'none', 'float32', bytes(''), bytes(''))
-  const [tensor] = step.tensors
-  const request = digest(
-    'petalnode/request/1', step.body.sequence, step.body.position, [], step.body.routeEpoch, tensor.shape, tensor.dtype, tensor.codec,
-    sha256(step.payload), bytes(''), []
-  )
-  const { receipt } = reply.body
-  assert.deepEqual([receipt.requestHash, receipt.replyHash, receipt.previousReceipt].map(hex), [request, sha256(reply.payload), root].map(hex))
-  assert.equal(peerText(receipt.client), client)
-  signed(server, 'petalnode/receipt/1', receiptOf(receipt).bytes, hex(receipt.signature))
+  checked(server, open.body, granted.body, step.body, step, reply.body)
+  assert.equal(hex(reply.body.receipt.replyHash), hex(sha256(reply.payload)))
+})
+
+test('a step that one server pushes to the next one', () => {
+  const [one, granted, other, alsoGranted, step, push, first, last] = frames(said['pushed step'], INFERENCE, PUSH)
+  for (const { frame, header } of [one, other, step]) assert.equal(hex(encode(INFERENCE, frame)), hex(header))
+  const hash = checked(server, one.body, granted.body, step.body, step, first.body)
+  checked(validator, other.body, alsoGranted.body, push.body.step, push, last.body)
+  const [target] = step.body.targets
+  const same = [
+    [push.body.step.previousReceipt, hash], [push.body.client, peer(client)], [push.body.nonce, other.body.nonce], [target.nonce, other.body.nonce],
+    [one.body.downstream, peer(validator)], [target.peerId, peer(validator)], [other.body.upstream, peer(server)],
+    [first.body.receipt.replyHash, sha256(push.payload)], [last.body.receipt.replyHash, sha256(last.payload)],
+    [last.body.upstream.signature, first.body.receipt.signature], [push.body.receipt.signature, first.body.receipt.signature]
+  ]
+  for (const [found, expected] of same) assert.equal(hex(found), hex(expected))
+  assert.deepEqual([push.body.step.sequence, first.body.handedOn], [target.sequence, 1])
+})
+
+test('a stream that is cut while bytes are sent is lost at once', async () => {
+  class Cut extends AbstractStream {
+    sendData () {
+      this.abort(new Error('cut'))
+      return { sentBytes: 0, canSendMore: false }
+    }
+
+    sendReset () {}
+  }
+  const stream = new Cut({ log: defaultLogger().forComponent('cut'), direction: 'outbound', id: '1', protocol: '/cut/1' })
+  const messages = new Messages(stream, INFERENCE, 'somebody')
+  await assert.rejects(messages.send({ close: {} }, [], AbortSignal.timeout(60_000)), Lost)
 })
 
 test('a look-up finds what followed the newest tokens, by the longest match and the last one', () => {

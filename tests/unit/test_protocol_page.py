@@ -217,8 +217,8 @@ def test_clearing() -> None:
     check_signature(VALIDATOR, domain, message, vector["signature"])
 
 
-def framed(name: str, kind: Any) -> tuple[list[Any], list[bytes]]:
-    """The headers and payloads of messages as they stand on the stream."""
+def framed(name: str, kind: Any, among: Any = None) -> tuple[list[Any], list[bytes]]:
+    """The headers and payloads of messages as they stand on the stream; among servers they are of another kind."""
     frames, payloads = [], []
     for said in MESSAGES[name]:
         data, size, shift = bytes.fromhex(said["bytes"]), 0, 0
@@ -227,11 +227,29 @@ def framed(name: str, kind: Any) -> tuple[list[Any], list[bytes]]:
             more, data, shift = data[0] >> 7, data[1:], shift + 7
             if not more:
                 break
-        frames.append(kind.FromString(data[:size]))
+        is_among = among is not None and "client" not in (said["from"], said["to"])
+        frames.append((among if is_among else kind).FromString(data[:size]))
         payloads.append(data[size:])
         assert [tensor.nbytes for tensor in frames[-1].tensors] == ([len(payloads[-1])] if payloads[-1] else [])
         assert frames[-1].WhichOneof("body") == said["message"]
     return frames, payloads
+
+
+def checked_receipt(server: str, opened: Any, granted: Any, step: Any, sent: Any, given: bytes, reply: Any) -> bytes:
+    """Checks the receipt of a session's first step; its hash. `sent` is the tensor, `given` its payload."""
+    receipt, span = reply.receipt, [opened.span.start, opened.span.end]
+    root = [CLIENT, opened.nonce, granted.session_epoch, opened.model_version, span, opened.batch, []]
+    root = digest("petalnode/session/1", [*root, opened.codec, opened.activation_dtype, opened.adapter, b""])
+    form = [list(sent.shape), sent.dtype, sent.codec, hashlib.sha256(given).digest(), step.previous_receipt]
+    targets = [[target.peer_id, target.nonce, target.sequence] for target in step.targets]
+    asked = digest("petalnode/request/1", [step.sequence, step.position, [], step.route_epoch, *form, targets])
+    assert receipt.request_hash == asked and receipt.previous_receipt == root
+    terms = [1, opened.model_version, span, granted.dtype, granted.quantisation, CLIENT, opened.nonce]
+    hashes = [asked, receipt.reply_hash, root, step.previous_receipt, receipt.time_ms, b""]
+    message = canonical("petalnode/receipt/1", [*terms, granted.session_epoch, step.sequence, *hashes])
+    check_signature(server, "petalnode/receipt/1", message, receipt.signature.hex())
+    assert reply.position == step.position + sent.shape[1]
+    return digest("petalnode/receipt/1", [message, receipt.signature])
 
 
 def test_weights_are_handed_on() -> None:
@@ -252,18 +270,26 @@ def test_a_session_from_open_to_close() -> None:
     """Each message as it stands on the stream, and the receipt of its only step."""
     frames, payloads = framed("session", wire.InferenceFrame)
     opened, granted, step, reply = frames[0].open, frames[1].granted, frames[2].step, frames[3].reply
-    (tensor,), receipt, span = frames[2].tensors, reply.receipt, [opened.span.start, opened.span.end]
-    root = [CLIENT, opened.nonce, granted.session_epoch, opened.model_version, span, opened.batch, []]
-    root = digest("petalnode/session/1", [*root, opened.codec, opened.activation_dtype, opened.adapter, b""])
-    form = [list(tensor.shape), tensor.dtype, tensor.codec]
-    asked = [step.sequence, step.position, [], step.route_epoch, *form, hashlib.sha256(payloads[2]).digest(), b"", []]
-    assert receipt.request_hash == digest("petalnode/request/1", asked)
-    assert receipt.reply_hash == hashlib.sha256(payloads[3]).digest() and receipt.previous_receipt == root
-    terms = [1, opened.model_version, span, granted.dtype, granted.quantisation, CLIENT, opened.nonce]
-    hashes = [receipt.request_hash, receipt.reply_hash, root, b"", receipt.time_ms, b""]
-    message = canonical("petalnode/receipt/1", [*terms, granted.session_epoch, step.sequence, *hashes])
-    check_signature(SERVER, "petalnode/receipt/1", message, receipt.signature.hex())
-    assert reply.position == step.position + tensor.shape[1]
+    checked_receipt(SERVER, opened, granted, step, frames[2].tensors[0], payloads[2], reply)
+    assert reply.receipt.reply_hash == hashlib.sha256(payloads[3]).digest()
+
+
+def test_a_step_is_pushed_to_next_server() -> None:
+    """What the first server signed as its output is what the second one signed as its input."""
+    frames, payloads = framed("pushed step", wire.InferenceFrame, wire.PushFrame)
+    (one, granted, other, also_granted), step, push = frames[:4], frames[4].step, frames[5].push
+    first, last, sent = frames[6].reply, frames[7].reply, frames[4].tensors[0]
+    hashed = checked_receipt(SERVER, one.open, granted.granted, step, sent, payloads[4], first)
+    given = other.open, also_granted.granted, push.step, frames[5].tensors[0], payloads[5], last
+    checked_receipt(VALIDATOR, *given)
+    assert first.receipt.reply_hash == hashlib.sha256(payloads[5]).digest() and payloads[5] == payloads[6]
+    assert last.receipt.reply_hash == hashlib.sha256(payloads[7]).digest()
+    assert push.step.previous_receipt == hashed and push.receipt == first.receipt == last.upstream
+    assert push.client == base58.b58decode(CLIENT) and push.nonce == other.open.nonce == step.targets[0].nonce
+    assert push.step.sequence == step.targets[0].sequence and not push.step.targets
+    assert one.open.downstream == step.targets[0].peer_id == base58.b58decode(VALIDATOR)
+    assert other.open.upstream == base58.b58decode(SERVER)
+    assert first.handed_on and last.pushed and push.step.route_epoch == step.route_epoch == other.open.route_epoch
 
 
 def test_evidence() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,15 @@ from petalnode.protocols.adapter import TensorDigest, hash_of_adapter, hash_of_b
 from petalnode.protocols.announcement import Announcement, ServerState, sign_announcement
 from petalnode.protocols.framing import varint
 from petalnode.protocols.ids import BACKWARD, Layout, Span
-from petalnode.protocols.inference import hash_of_step, receipt_to_wire, root_of, sha256
+from petalnode.protocols.inference import hash_of_step, pushed_step, receipt_to_wire, root_of, sha256
 from petalnode.protocols.prefix import PrefixNames, PrefixTerms, token_digests
 from petalnode.protocols.training import hash_of_batch, hash_of_keep, hash_of_payloads
 from petalnode.protocols.weights import PIECE_BYTES, Tree, TreeEntry
 from tests.statements import pledge_of, terms_of
 
 DOCS = Path(__file__).parents[2] / "docs"
+_Frame = wire.InferenceFrame | wire.PushFrame | wire.WeightsFrame
+_Sent = tuple[wire.Tensor, bytes]
 SERVER, CLIENT, VALIDATOR = (Identity.from_seed(bytes([number]) * 32) for number in (1, 2, 3))
 
 
@@ -262,52 +264,70 @@ def _announcement() -> dict[str, Any]:
     return {"announcement": signed.announcement, "signature": signed.signature, "signed": signed.to_bytes()}
 
 
+@dataclass(frozen=True)
+class _Opened:
+    """A session at one server."""
+
+    server: Identity
+    opening: wire.Open
+    granted: wire.Granted
+
+    @classmethod
+    def at(cls, server: Identity, span: Span, nonce: bytes, epoch: bytes, **more: Any) -> _Opened:
+        opening = wire.Open(
+            protocol_version=1,
+            model_version=b"m" * 32,
+            span=wire.Span(start=span.start, end=span.end),
+            max_length=64,
+            batch=1,
+            codec="none",
+            nonce=nonce,
+            activation_dtype="float32",
+            **more,
+        )
+        granted = wire.Granted(
+            session_epoch=epoch,
+            cache_tokens=64,
+            codec="none",
+            dtype="float32",
+            quantisation="none",
+            credits=8,
+            max_step_tokens=2048,
+            bytes_in_flight=16 << 20,
+        )
+        return cls(server, opening, granted)
+
+    def receipt(self, step: wire.Step, given: _Sent, answer: _Sent, time_ms: int) -> Receipt:
+        opening, epoch = self.opening, self.granted.session_epoch
+        return Receipt(
+            protocol_version=1,
+            model_version=opening.model_version,
+            span=(opening.span.start, opening.span.end),
+            dtype="float32",
+            quantisation="none",
+            client=CLIENT.peer_id,
+            nonce=opening.nonce,
+            session_epoch=epoch,
+            sequence=step.sequence,
+            request_hash=hash_of_step(step, given[0], sha256(given[1])),
+            reply_hash=sha256(answer[1]),
+            previous_receipt=root_of(opening, CLIENT.peer_id, epoch),
+            upstream_receipt=step.previous_receipt,
+            time_ms=time_ms,
+        ).signed(self.server)
+
+
 def _session() -> tuple[list[dict[str, Any]], Receipt]:
     """From Open to Close, with the bytes of each message on the stream, and its receipt."""
     hidden = torch.arange(16, dtype=torch.float32).reshape(1, 2, 8) / 8
-    tensor, payload = tensors.encode(hidden, "none")
-    answer_tensor, answer = tensors.encode(hidden + 1, "none")
-    opening = wire.Open(
-        protocol_version=1,
-        model_version=b"m" * 32,
-        span=wire.Span(start=4, end=6),
-        max_length=64,
-        batch=1,
-        codec="none",
-        nonce=b"n" * 16,
-        activation_dtype="float32",
-    )
-    granted = wire.Granted(
-        session_epoch=b"e" * 16,
-        cache_tokens=64,
-        codec="none",
-        dtype="float32",
-        quantisation="none",
-        credits=8,
-        max_step_tokens=2048,
-        bytes_in_flight=16 << 20,
-    )
+    (tensor, payload), (answer_tensor, answer) = (tensors.encode(hidden + more, "none") for more in (0, 1))
+    session = _Opened.at(SERVER, Span(4, 6), b"n" * 16, b"e" * 16)
     step = wire.Step(sequence=1)
-    receipt = Receipt(
-        protocol_version=1,
-        model_version=b"m" * 32,
-        span=(4, 6),
-        dtype="float32",
-        quantisation="none",
-        client=CLIENT.peer_id,
-        nonce=b"n" * 16,
-        session_epoch=b"e" * 16,
-        sequence=1,
-        request_hash=hash_of_step(step, tensor, sha256(payload)),
-        reply_hash=sha256(answer),
-        previous_receipt=root_of(opening, CLIENT.peer_id, b"e" * 16),
-        upstream_receipt=b"",
-        time_ms=1_700_000_000_500,
-    ).signed(SERVER)
+    receipt = session.receipt(step, (tensor, payload), (answer_tensor, answer), 1_700_000_000_500)
     reply = wire.Reply(sequence=1, position=2, receipt=receipt_to_wire(receipt), queue_us=10, compute_us=900)
     messages = (
-        ("client", wire.InferenceFrame(open=opening), b""),
-        ("server", wire.InferenceFrame(granted=granted), b""),
+        ("client", wire.InferenceFrame(open=session.opening), b""),
+        ("server", wire.InferenceFrame(granted=session.granted), b""),
         ("client", wire.InferenceFrame(step=step, tensors=[tensor]), payload),
         ("server", wire.InferenceFrame(reply=reply, tensors=[answer_tensor]), answer),
         ("client", wire.InferenceFrame(close=wire.Close()), b""),
@@ -315,7 +335,42 @@ def _session() -> tuple[list[dict[str, Any]], Receipt]:
     return [_framed(*message) for message in messages], receipt
 
 
-def _framed(side: str, frame: wire.InferenceFrame | wire.WeightsFrame, payload: bytes = b"") -> dict[str, Any]:
+def _pushed() -> list[dict[str, Any]]:
+    """A step that the first server of a chain pushes to the second one; its messages as they follow each other."""
+    ids = [peer_id_to_bytes(server.peer_id) for server in (SERVER, VALIDATOR)]
+    first = _Opened.at(SERVER, Span(4, 6), b"n" * 16, b"e" * 16, route_epoch=7, downstream=ids[1])
+    second = _Opened.at(VALIDATOR, Span(6, 9), b"o" * 16, b"f" * 16, route_epoch=7, upstream=ids[0])
+    given, handed_on, answer = (
+        tensors.encode(torch.arange(16, dtype=torch.float32).reshape(1, 2, 8) / 8 + more, "none") for more in range(3)
+    )
+    target = wire.PushTarget(peer_id=ids[1], nonce=second.opening.nonce, sequence=1)
+    step = wire.Step(sequence=1, route_epoch=7, targets=[target])
+    receipt = first.receipt(step, given, handed_on, 1_700_000_000_500)
+    next_step = pushed_step(step, receipt.hash())
+    last = receipt_to_wire(second.receipt(next_step, handed_on, answer, 1_700_000_000_600))
+    push = wire.Push(
+        client=peer_id_to_bytes(CLIENT.peer_id),
+        nonce=second.opening.nonce,
+        step=next_step,
+        receipt=receipt_to_wire(receipt),
+    )
+    reply = wire.Reply(sequence=1, position=2, receipt=push.receipt, queue_us=10, compute_us=900, handed_on=True)
+    last_reply = wire.Reply(sequence=1, position=2, receipt=last, queue_us=10, compute_us=900, pushed=True)
+    last_reply.upstream.CopyFrom(push.receipt)
+    messages: tuple[tuple[str, str, _Frame, bytes], ...] = (
+        ("client", "first", wire.InferenceFrame(open=first.opening), b""),
+        ("first", "client", wire.InferenceFrame(granted=first.granted), b""),
+        ("client", "second", wire.InferenceFrame(open=second.opening), b""),
+        ("second", "client", wire.InferenceFrame(granted=second.granted), b""),
+        ("client", "first", wire.InferenceFrame(step=step, tensors=[given[0]]), given[1]),
+        ("first", "second", wire.PushFrame(push=push, tensors=[handed_on[0]]), handed_on[1]),
+        ("first", "client", wire.InferenceFrame(reply=reply, tensors=[handed_on[0]]), handed_on[1]),
+        ("second", "client", wire.InferenceFrame(reply=last_reply, tensors=[answer[0]]), answer[1]),
+    )
+    return [{"to": to, **_framed(side, frame, payload)} for side, to, frame, payload in messages]
+
+
+def _framed(side: str, frame: _Frame, payload: bytes = b"") -> dict[str, Any]:
     """A message as it stands on the stream, and which side sends it."""
     for tensor in frame.tensors:
         tensor.nbytes = len(payload)
@@ -371,6 +426,7 @@ def message_vectors() -> dict[str, Any]:
         "adapter": _adapter(),
         "credits": _credits(),
         "session": session,
+        "pushed step": _pushed(),
         "weights": _weights(),
         "laid out step": _laid_out_step(),
         "evidence": _evidence(receipt),

@@ -79,8 +79,8 @@ export class SwarmSource {
       signal?.throwIfAborted()
       const options = { maxNewTokens, temperature, topP, seed, signal, onWaiting }
       for await (const { text, route, recoveries } of this.#answer(loaded, loaded.prompt(messages), options)) {
-        const hops = route.map(({ peer, blocks, ms, sent, received }) => (
-          { peer_id: peer, blocks, last_step_ms: ms, bytes_sent: sent, bytes_received: received }
+        const hops = route.map(({ peer, blocks, relayed, ms, sent, received }) => (
+          { peer_id: peer, blocks, relayed, last_step_ms: ms, bytes_sent: sent, bytes_received: received }
         ))
         Object.assign(progress, { tokens: progress.tokens + 1, recoveries, hops, waiting: null })
         say(text)

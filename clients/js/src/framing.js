@@ -70,9 +70,15 @@ export class Messages {
     const data = concat([this._unsaid, Uint8Array.from(size), header, ...payloads])
     this._unsaid = new Uint8Array(0)
     for (let at = 0; at < data.length; at += CHUNK) {
-      if (this._stream.status !== 'open') throw this._ended ?? new Lost(`the stream to ${this.peer} is closed`)
-      if (!this._stream.send(data.subarray(at, at + CHUNK))) await this._stream.onDrain({ signal })
+      this._checkOpen()
+      if (this._stream.send(data.subarray(at, at + CHUNK))) continue
+      this._checkOpen() // a stream that ends within `send` never tells `onDrain`
+      await this._stream.onDrain({ signal })
     }
+  }
+
+  _checkOpen () {
+    if (this._stream.status !== 'open') throw this._ended ?? new Lost(`the stream to ${this.peer} is closed`)
   }
 
   /** The next frame, with `payloads`; throws `Refused` where it is an error. `most` bounds the bytes of its tensors. */

@@ -31,7 +31,7 @@ function chain(route, node, name) {
       "li",
       { class: `hop${waiting ? " lost" : ""}${fresh ? " fresh" : ""}`, title: hop.peer },
       h("span", { class: "hop-name" }, name(hop.peer)),
-      h("span", { class: "hop-blocks" }, `blocks ${span(hop.blocks)}`),
+      h("span", { class: "hop-blocks" }, `blocks ${span(hop.blocks)}${hop.relayed ? ", by a relay" : ""}`),
       h("span", { class: "hop-ms" }, waiting ? (route.waiting.lost ? "lost" : "silent") : hop.ms ? milliseconds(hop.ms) : "…"),
       share,
     );

@@ -1,6 +1,6 @@
 // The route of an answer through the swarm, as chunks tell of it: the hops, what it waits for, who was replaced. No DOM.
 //
-// {hops: [{peer, blocks, ms, sent, received}], waiting, changes: [{at, lost, came}], recoveries, receipts, tokens, names}
+// {hops: [{peer, blocks, relayed, ms, sent, received}], waiting, changes: [{at, lost, came}], recoveries, receipts, tokens, names}
 
 export const NO_ROUTE = { hops: [], waiting: null, changes: [], recoveries: 0, receipts: null, tokens: 0, names: {} };
 
@@ -25,6 +25,7 @@ function withHops(route, told, waiting, tokens) {
   const hops = (told.hops ?? []).map((hop) => ({
     peer: hop.peer_id,
     blocks: hop.blocks,
+    relayed: hop.relayed ?? false,
     ms: hop.last_step_ms,
     sent: hop.bytes_sent,
     received: hop.bytes_received,
