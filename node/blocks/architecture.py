@@ -33,7 +33,7 @@ from ..models.quantisation import Kernels, Quantisation, held_bytes
 from .cache import BlockCacheSpec
 from .caches.own_states import COMPRESSED
 from .caches.pages import lets_go
-from .caches.states import StateRing, StateView, specs_of
+from .caches.states import StateRing, StateView
 from .config import choose_device, choose_dtype, read_config
 from .kernels.choice import native_kernels
 from .kernels.packing import packed_bytes, planned_bytes
@@ -176,7 +176,8 @@ class _Recorder(StateView):
     """Sees which keys, values and states the blocks want to keep."""
 
     def __init__(self, count: int) -> None:
-        super().__init__(StateRing())
+        self.ring = StateRing()
+        super().__init__(self.ring)
         self.seen: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * count
         self.index_dims = [0] * count
         self.entries: list[tuple[int, ...]] = [()] * count
@@ -219,7 +220,7 @@ def cache_specs(
         ) from error
     specs, layers = [], DynamicCache(config=skeleton.config).layers
     for block, (seen, window) in enumerate(zip(recorder.seen, windows, strict=True)):
-        states = specs_of(recorder.states, block)
+        states = recorder.ring.specs(block)
         if seen is not None:
             keys, values = seen
             forgets = window is not None and lets_go(device)

@@ -15,7 +15,7 @@ from ...protocols.ids import AXES, Layout, next_cut
 from ...protocols.inference import STEP_TOKENS
 from .caches.form import CacheForm
 from .caches.pages import WINDOWS, let_go
-from .caches.states import SNAPSHOT, STATE_CHUNK, STATES, WINDOW, StateRing, States, StatesLost, StateSpec, StateView
+from .caches.states import SNAPSHOT, STATE_CHUNK, WINDOW, StateRing, States, StatesLost, StateSpec, StateView
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class BlockCacheSpec:
         if self.forgets and self.window is not None:
             tokens = min(tokens, self.window + WINDOWS.back + WINDOWS.at_once + max(STEP_TOKENS // batch, 1))
         growing = tokens * (self.bytes_per_token(form) - entries) + max_length * entries
-        return growing + STATES * sum(state.nbytes for state in self.states)
+        return growing + StateRing.bytes_per_row(self.states)
 
 
 class SpanCache:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from petalnode.node.blocks.cache import SpanCache
+from petalnode.node.blocks.caches.states import StateRing
 from petalnode.node.blocks.kernels import choice
 from petalnode.node.blocks.kernels.library import ISAS, Library
 from petalnode.node.blocks.span import BlockSpan, load_span
@@ -40,6 +41,26 @@ def test_prompt_of_any_length_is_its_tokens_singly(name: str, tmp_path: Path, ke
         given = [blocks.forward(part, cache) for part in torch.split(hidden, sizes, dim=1)]
         assert torch.equal(torch.cat(given, dim=1), expected)
         assert torch.equal(cache.memory, expected_cache.memory)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "olmo_hybrid"])
+def test_undone_drafts_of_hybrids_change_no_bit(name: str, tmp_path: Path, kernels: Library) -> None:
+    """Of one step or several that were under way, with wrong tokens at the end; only rules are computed once more."""
+    blocks, random, hidden = exact(saved(name, tmp_path / "model")), Random(name), values(2, LENGTH)
+    expected = one_by_one(blocks, hidden, blocks.make_cache(2, LENGTH, [0, 5]))
+    cache = blocks.make_cache(2, LENGTH, [0, 5])
+    blocks.forward(hidden[:, :1], cache)
+    for isa in (isa for isa in ISAS if isa != "plain" and kernels.select(isa)):
+        cache.rollback(1)
+        while (start := cache.length) < LENGTH:
+            drafted = min(random.randint(1, StateRing.rewound), LENGTH - start)
+            accepted = random.randint(1, drafted)
+            draft = torch.cat([hidden[:, start : start + accepted], values(2, drafted - accepted, seed=start)], dim=1)
+            parts = torch.split(draft, random.choice((1, 4, drafted)), dim=1)
+            given = torch.cat([blocks.forward(part, cache) for part in parts], dim=1)
+            cache.rollback(start + accepted)
+            assert torch.equal(given[:, :accepted], expected[:, start : start + accepted]), (isa, start)
+            assert cache.states is not None and cache.states.begin(cache.length) is None
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])

@@ -10,6 +10,7 @@ import torch
 from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+from petalnode.node.blocks.caches.states import STATES, StateRing
 from petalnode.node.blocks.kernels import recurrent
 from petalnode.node.blocks.kernels.library import ISAS, Library
 from petalnode.protocols.ids import Span
@@ -165,13 +166,19 @@ def test_drafts_that_are_always_partly_wrong(name: str, tmp_path: Path) -> None:
 
 
 @needs_kernels
-def test_steps_of_several_tokens_and_their_rollback(tmp_path: Path) -> None:
-    """As drafts are checked: where a prompt is cut and what is computed once more changes last bits only."""
-    native = pair(save_tiny("qwen3_5", tmp_path / "model"))[1]
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "kimi_linear", "olmo_hybrid", "lfm2"])
+def test_steps_of_several_tokens_and_their_rollback(name: str, tmp_path: Path) -> None:
+    """As drafts are checked: where a prompt is cut changes last bits only, and nothing is computed once more."""
+    native = pair(save_tiny(name, tmp_path / "model"))[1]
     hidden = values(2, 90)
     whole, cut = native.make_cache(2, 90, [0, 3]), native.make_cache(2, 90, [0, 3])
     expected = native.forward(hidden, whole)
     native.forward(hidden[:, :70], cut)
-    for start, end in ((70, 75), (72, 80), (79, 84), (81, 90)):
+    for start, end in ((70, 74), (72, 75), (73, 80), (79, 84), (81, 90)):
         cut.rollback(start)
+        assert cut.states is not None and cut.states.begin(start) is None
         assert off(native.forward(hidden[:, start:end], cut), expected[:, start:end]) < 1e-5
+        kept = [one.nbytes for kept in cut.states._kept for _, given in kept.inputs for one in given.values()]
+        counted = sum(StateRing.bytes_per_row(spec.states) for spec in native.specs)
+        held = sum(state.nbytes for spec in native.specs for state in spec.states)
+        assert kept and sum(kept) <= 2 * (counted - STATES * held)

@@ -10,6 +10,7 @@ from petalnode.node.blocks.caches.states import (
     STATES,
     WINDOW,
     JoinedStates,
+    StateInputs,
     StateRing,
     StatesLost,
     StateView,
@@ -18,12 +19,21 @@ from petalnode.node.blocks.caches.states import (
 NAME = (0, "recurrent", 0)
 
 
-class Sum:
-    """Blocks whose state is the sum of what entered, of rows of one value a token."""
+class Addends(StateInputs):
+    """What entered a sum: [rows, tokens, 1]."""
 
-    def __init__(self, rows: int = 1) -> None:
+    def behind(self, state: torch.Tensor, tokens: int) -> torch.Tensor:
+        return state.add_(self.given[0][:, :tokens].sum(1))
+
+
+class Sum:
+    """Blocks whose state is the sum of what entered, of rows of one value a token. `known`: by something that keeps
+    what enters it. `again`: tokens that were computed once more."""
+
+    def __init__(self, rows: int = 1, known: bool = False) -> None:
         self.ring = StateRing()
         self.entered = torch.zeros(rows, 0, 1)
+        self.known, self.again = known, 0
 
     @property
     def length(self) -> int:
@@ -36,11 +46,12 @@ class Sum:
         for part in new.chunk(parts, dim=1):
             again = self.ring.begin(self.length)
             count = 0 if again is None else again.shape[1]
+            self.again += count
             assert again is None or torch.equal(again, self.entered[:, self.length - count :])
             given = part if again is None else torch.cat([again, part], dim=1)
             before = self.ring.get(NAME)
             total = given.sum(1) if before is None else before.add_(given.sum(1))
-            self.ring.put(NAME, total)
+            self.ring.put(NAME, total, Addends([given]) if self.known else None)
             if fails:
                 self.ring.abandon()
                 break
@@ -63,8 +74,9 @@ def test_a_step_that_fails_leaves_no_trace() -> None:
     session.check()
 
 
-def test_session_goes_back_into_its_last_steps() -> None:
-    session = Sum()
+@pytest.mark.parametrize("known", [False, True])
+def test_session_goes_back_into_its_last_steps(known: bool) -> None:
+    session = Sum(known=known)
     session.step(*range(200))
     for tokens in (5, 1, 3, 1, 1, 1, 4, 1):
         session.step(*range(tokens))
@@ -77,9 +89,10 @@ def test_session_goes_back_into_its_last_steps() -> None:
     session.check()  # nothing has changed
 
 
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 7, 40])
-def test_the_last_tokens_can_always_be_gone_back(tokens: int) -> None:
-    session = Sum()
+def test_the_last_tokens_can_always_be_gone_back(tokens: int, known: bool) -> None:
+    session = Sum(known=known)
     session.step(*range(100))
     for _ in range(3 * WINDOW // tokens + STATES):
         session.step(*range(tokens))
@@ -88,6 +101,30 @@ def test_the_last_tokens_can_always_be_gone_back(tokens: int) -> None:
     for position in range(end, end - WINDOW - 1, -1):
         session.back(position)
     session.check()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_short_steps_are_undone_without_the_blocks(parts: int) -> None:
+    """One after another, or several that were under way at once."""
+    session = Sum(2, known=True)
+    session.step(*range(100))
+    session.step(1)
+    for accepted in range(1, 13):
+        for _ in range(3):
+            session.step(5, 6, 7, 8, parts=parts)
+        session.back(session.length - 12 + accepted)
+        session.check()
+        session.back(session.length - 1)
+    assert not session.again
+    session.step(*range(StateRing.rewound + 1))  # more than is kept
+    session.back(session.length - 1)
+    session.check()
+    assert session.again == StateRing.rewound
+    session.step(1, 2, 3)
+    session.back(session.length - 1)
+    session.ring.reorder([1, 0])
+    session.check()
+    assert session.again == StateRing.rewound + 2
 
 
 def test_step_of_many_parts_is_one_state() -> None:
@@ -117,13 +154,14 @@ def test_rows_take_their_states_along() -> None:
     assert session.step(1)[:, 0].tolist() == [5.0, 5.0, 3.0]
 
 
-def test_what_is_kept_does_not_grow() -> None:
-    session = Sum()
+@pytest.mark.parametrize("known", [False, True])
+def test_what_is_kept_does_not_grow(known: bool) -> None:
+    session = Sum(known=known)
     sizes = set()
     for _ in range(8 * WINDOW):
         session.step(1)
         sizes.add(session.ring.nbytes)
-    assert max(sizes) <= (STATES + 3 * WINDOW) * 4
+    assert max(sizes) <= (STATES + 3 * WINDOW + known * StateRing.rewound) * 4
 
 
 @pytest.mark.parametrize("size", [None, 4])

@@ -5,14 +5,18 @@ A session keeps a few states of the past (`STATES`, the newest among them) with 
 long as these are few tokens. It goes back to any token between by computing those few once more, together with the next
 step, or before it where they are many. So what drafts need, `WINDOW` tokens at least, costs no state for each of them.
 A step makes one state, however many parts it is computed in, and only when it is done: one that fails leaves no trace.
+
+Where kernels compute the states, a session also keeps what entered these with the last tokens (`StateRing.rewound`).
+From the state before them the one behind any of them follows without the blocks, as in "The Mamba in the Llama" (arXiv
+2408.15237, section 4).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
 
 import torch
 from transformers.cache_utils import Cache
@@ -36,13 +40,35 @@ States = Mapping[StateName, torch.Tensor]
 
 
 @dataclass(frozen=True)
+class StateInputs:
+    """What has entered one state with the tokens of a step: tensors [rows, tokens, ..]. This is of a convolution."""
+
+    given: Sequence[torch.Tensor]
+
+    @property
+    def tokens(self) -> int:
+        return self.given[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self.given)
+
+    def behind(self, state: torch.Tensor, tokens: int) -> torch.Tensor:
+        """What `state`, which may be changed in place, becomes with the first `tokens` of them."""
+        seen = torch.cat([state, self.given[0][:, :tokens].transpose(1, 2)], dim=2)
+        return seen[..., tokens:].contiguous()
+
+
+@dataclass(frozen=True)
 class StateSpec:
-    """One state of a block: `shape` for each row."""
+    """One state of a block: `shape` for each row. `entering`: bytes of `StateInputs` for a token, 0 where only blocks
+    lead from state to state."""
 
     kind: str
     index: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    entering: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -53,30 +79,63 @@ class StatesLost(ValueError):
     """A session cannot go back so far: its inputs have to be computed again from the first token."""
 
 
+_Inputs = tuple[int, Mapping[StateName, StateInputs]]
+"""How many of the first tokens of a step are left, and what has entered each state with the step."""
+
+
 @dataclass
 class _Kept:
-    """`states` at `position`; `entered`: [rows, tokens, hidden size] behind it, None where these are not kept."""
+    """`states` at `position`, where a rollback led if it is `chosen`. Behind it, as far as the next that is kept:
+    `entered` [rows, tokens, hidden size], and what entered the states; None and empty where these are not kept."""
 
     position: int
     states: dict[StateName, torch.Tensor]
     entered: torch.Tensor | None = None
+    inputs: list[_Inputs] = field(default_factory=list)
+    chosen: bool = False
 
     def reach(self) -> int:
         return self.position + (0 if self.entered is None else self.entered.shape[1])
+
+    def behind(self, tokens: int) -> dict[StateName, torch.Tensor] | None:
+        """The states `tokens` tokens behind it, and no inputs are kept of those farther on; None: only the blocks lead
+        there."""
+        given, self.inputs = self.inputs, []
+        for count, inputs in given:
+            if tokens:
+                self.inputs.append((min(count, tokens), inputs))
+                tokens -= self.inputs[-1][0]
+        if tokens:
+            self.inputs = []
+            return None
+        states = {name: state.clone() for name, state in self.states.items()}
+        for count, inputs in self.inputs:
+            states = {name: inputs[name].behind(state, count) for name, state in states.items()}
+        return states
+
+    def leads_past(self, behind: _Kept) -> list[_Inputs]:
+        """What leads from it past the next one; nothing if that is chosen, or it is too much."""
+        inputs = self.inputs + behind.inputs
+        short = sum(count for count, _ in inputs) <= StateRing.rewound and not behind.chosen
+        return inputs if short and self.inputs and behind.inputs else []
 
 
 class StateRing:
     """The states of one session. Not thread-safe: the compute thread owns it.
 
     Attributes:
+        rewound: tokens at the most, of which what entered the states is kept.
         snapshots: of the step that was computed last, states by their positions, which are multiples of `SNAPSHOT`: no
             more than fit beside the others into what is counted for a session. Nobody changes them.
     """
+
+    rewound: ClassVar[int] = 16
 
     def __init__(self) -> None:
         self.snapshots: dict[int, States] = {}
         self._kept = [_Kept(0, {})]
         self._next: dict[StateName, torch.Tensor] = {}
+        self._inputs: dict[StateName, StateInputs] = {}
         self._step = range(0)
 
     @property
@@ -84,7 +143,14 @@ class StateRing:
         """Of all that is kept now."""
         tensors = [state for kept in self._kept for state in kept.states.values()]
         tensors += [kept.entered for kept in self._kept if kept.entered is not None]
-        return sum(tensor.nbytes for tensor in tensors)
+        inputs = [one for kept in self._kept for _, inputs in kept.inputs for one in inputs.values()]
+        return sum(one.nbytes for one in (*tensors, *inputs))
+
+    @classmethod
+    def bytes_per_row(cls, specs: Sequence[StateSpec]) -> int:
+        """What is kept at once, at the most, of a block with these states."""
+        entering = sum(spec.entering for spec in specs) if all(spec.entering for spec in specs) else 0
+        return STATES * sum(spec.nbytes for spec in specs) + cls.rewound * entering
 
     # --- for a model
 
@@ -98,12 +164,25 @@ class StateRing:
         """A state as the last step has left it, which nobody may change."""
         return self._kept[-1].states.get(name)
 
-    def put(self, name: StateName, state: torch.Tensor) -> None:
+    def put(self, name: StateName, state: torch.Tensor, inputs: StateInputs | None = None) -> None:
+        """`inputs`: what has made it of the state as the last step has left it."""
         self._next[name] = state
+        if inputs is not None:
+            self._inputs[name] = inputs
 
     def computed(self) -> dict[StateName, torch.Tensor]:
         """What was put since the last `begin`."""
         return self._next
+
+    def specs(self, block: int) -> tuple[StateSpec, ...]:
+        """What the block at this place of the span keeps, as it has put it in the first step, of one token of a row."""
+        found = []
+        for (place, kind, index), state in self._next.items():
+            inputs = self._inputs.get((place, kind, index))
+            entering = state.nbytes // state.shape[-1] if kind == "conv" else 0 if inputs is None else inputs.nbytes
+            if place == block:
+                found.append(StateSpec(kind, index, tuple(state.shape[1:]), state.dtype, entering))
+        return tuple(found)
 
     def blank(self, rows: Sequence[int]) -> None:
         """As if nothing had entered these rows."""
@@ -119,19 +198,27 @@ class StateRing:
 
     def begin(self, position: int) -> torch.Tensor | None:
         """What is to be computed once more, ahead of what follows behind `position`, where a rollback led."""
-        self._next = {}
+        self.abandon()
         last = self._kept[-1]
-        return last.entered if last.position < position else None
+        if last.position >= position:
+            return None
+        if (states := last.behind(position - last.position)) is None:
+            return last.entered
+        self._kept.append(_Kept(position, states, chosen=True))
+        return None
 
     def abandon(self) -> None:
-        self._next = {}
+        self._next, self._inputs = {}, {}
 
     def commit(self, position: int, entered: torch.Tensor) -> None:
         """The states that were put are those at `position`, where `entered` has led from the ones before."""
-        last = self._kept[-1]
-        last.entered = entered.clone() if entered.shape[1] <= WINDOW else None
+        last, tokens = self._kept[-1], entered.shape[1]
+        last.entered = entered.clone() if tokens <= WINDOW else None
+        whole = {inputs.tokens for inputs in self._inputs.values()} == {tokens}  # and not of its last part alone
+        known = whole and last.states.keys() == self._next.keys() == self._inputs.keys()
+        last.inputs = [(tokens, self._inputs)] if known and tokens <= self.rewound else []
         self._kept.append(_Kept(position, {**last.states, **self._next}))
-        self._next = {}
+        self.abandon()
         if position % SNAPSHOT == 0:
             self.snapshots[position] = self._kept[-1].states
             while len(self.snapshots) > STATES - 2:
@@ -140,6 +227,10 @@ class StateRing:
             self._join(len(self._kept) - 2)
         elif len(self._kept) > STATES:
             self._thin()
+        left = self.rewound
+        for kept in reversed(self._kept):
+            left -= sum(count for count, _ in kept.inputs)
+            kept.inputs = kept.inputs if left >= 0 else []
 
     def rollback(self, position: int) -> None:
         """Forgets what came behind `position`.
@@ -155,6 +246,7 @@ class StateRing:
             last = self._kept[-1]
             tokens = position - last.position
             last.entered = last.entered[:, :tokens] if last.entered is not None and tokens else None
+            last.chosen = last.chosen or not tokens
         else:
             raise StatesLost(
                 f"the states at {position} tokens are not kept: send again what led there, from the first token on"
@@ -173,17 +265,22 @@ class StateRing:
 
         for kept in self._kept:
             kept.states = {name: moved(state) for name, state in kept.states.items()}
-            kept.entered = None if kept.entered is None else moved(kept.entered)
+            kept.entered, kept.inputs = None if kept.entered is None else moved(kept.entered), []
 
     def _join(self, place: int) -> None:
         """Drops a state; from the one before it what entered behind it leads on."""
         before, dropped = self._kept[place - 1], self._kept.pop(place)
+        before.inputs = before.leads_past(dropped)
         parts = [part for part in (before.entered, dropped.entered) if part is not None]
         short = len(parts) == 2 and sum(part.shape[1] for part in parts) <= 2 * WINDOW
         before.entered = torch.cat(parts, dim=1) if short else None
 
     def _thin(self) -> None:
-        """Of the two oldest states one goes for a newer one, once the other is `WINDOW` tokens back."""
+        """A state goes for a newer one: that before the last step if the one before it leads past it; else one of the
+        two oldest, once the other is `WINDOW` tokens back."""
+        if self._kept[-3].leads_past(self._kept[-2]):
+            self._join(len(self._kept) - 2)
+            return
         second, third = self._kept[1:3]
         near = second.entered is not None and second.entered.shape[1] < WINDOW
         if near and third.entered is not None:
@@ -208,11 +305,8 @@ class JoinedStates:
                 self._joined[name] = torch.cat(states)
         return self._joined.get(name)
 
-    def put(self, name: StateName, state: torch.Tensor) -> None:
+    def put(self, name: StateName, state: torch.Tensor, inputs: StateInputs | None = None) -> None:
         self._joined[name] = state
-
-    def computed(self) -> dict[StateName, torch.Tensor]:
-        return self._joined
 
     def part(self) -> None:
         """Gives each session what its rows have come to."""
@@ -254,7 +348,8 @@ class StateView(Cache):  # type: ignore[misc]  # transformers is untyped here
         else:
             size = before.shape[-1]
             seen = torch.cat([before, conv_states], dim=-1)
-        self._ring.put(name, seen[..., -size:].clone())
+        inputs = None if before is None else StateInputs([conv_states.transpose(1, 2)])
+        self._ring.put(name, seen[..., -size:].clone(), inputs)
         return seen
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
@@ -266,7 +361,8 @@ class StateView(Cache):  # type: ignore[misc]  # transformers is untyped here
         name = (layer_idx, "recurrent", state_idx)
         before = self._ring.get(name)
         state = recurrent_states.to(recurrent_states.dtype if before is None else before.dtype)
-        self._ring.put(name, state)
+        inputs = vars(recurrent_states).pop("inputs", None)  # of a kernel that has computed it
+        self._ring.put(name, state, inputs if state is recurrent_states else None)
         return state
 
     def kept(self, layer_idx: int, kind: str) -> torch.Tensor | None:
@@ -284,19 +380,5 @@ class StateView(Cache):  # type: ignore[misc]  # transformers is untyped here
         """As `MiniMaxCache` has it."""
         self.keep(layer_idx, "recurrent", linear_cache)
 
-    @property
-    def states(self) -> dict[StateName, torch.Tensor]:
-        """Those that the blocks have put since the last step."""
-        return self._ring.computed()
-
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
-
-
-def specs_of(states: dict[StateName, torch.Tensor], block: int) -> tuple[StateSpec, ...]:
-    """What the block at this place of the span keeps."""
-    return tuple(
-        StateSpec(kind, index, tuple(state.shape[1:]), state.dtype)
-        for (place, kind, index), state in states.items()
-        if place == block
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -11,8 +12,9 @@ import torch
 from torch import nn
 
 from ..cache import SpanCache
-from ..caches.states import StateRing, StateSpec
-from .library import Delta, Matrix, Part, Unsuitable
+from ..caches.states import StateInputs, StateRing, StateSpec
+from .library import Block, Delta, Matrix, Part, Unsuitable, usable_threads
+from .recurrent import DeltaInputs
 from .tiles import LANES
 
 
@@ -119,18 +121,49 @@ def mixing_floats(delta: Delta) -> int:
     return int(outputs + 2 * keys + 3 * values + delta.heads * (1 + delta.decays))
 
 
-def entering_states(cache: SpanCache) -> tuple[Any, list[torch.Tensor | None]]:
-    """What `struct row` points to for the rows of a session: its states before a step, and new ones to be filled, which
-    are put into its ring. The tensors are to be kept while the kernels compute."""
+@dataclass(frozen=True)
+class _RuleInputs(StateInputs):
+    """Of a rule, in one tensor: values of these sizes for each token, in the order that `_entering` has."""
+
+    sizes: Sequence[tuple[int, ...]]
+    kernels: ctypes.CDLL
+
+    def behind(self, state: torch.Tensor, tokens: int) -> torch.Tensor:
+        parts = torch.split(self.given[0], [math.prod(size) for size in self.sizes], dim=2)
+        key, value, beta, decay = (part.unflatten(2, size) for part, size in zip(parts, self.sizes, strict=True))
+        return DeltaInputs((key, value, decay, beta), self.kernels, usable_threads(), True).behind(state, tokens)
+
+
+def _entering(delta: Delta) -> Sequence[tuple[int, ...]]:
+    """Sizes of what enters a rule with a token, as `struct row` has it: keys, values, betas and decays."""
+    return (delta.key_heads, delta.key_dim), (delta.heads, delta.value_dim), (delta.heads,), (delta.heads, delta.decays)
+
+
+def entering_states(
+    cache: SpanCache, blocks: ctypes.Array[Block], kernels: ctypes.CDLL, tokens: int
+) -> tuple[Any, list[torch.Tensor | None]]:
+    """What `struct row` points to for the rows of a session: its states before a step of `tokens` tokens, and new ones
+    to be filled, which are put into its ring; and where what enters them is kept. The tensors are to be kept while the
+    kernels compute."""
     tensors: list[torch.Tensor | None] = []
     ring = cache.states or StateRing()
     for block, spec in enumerate(cache.specs, cache.first):
-        for state in sorted(spec.states, key=lambda state: state.kind):
+        if not spec.states:
+            continue
+        conv_and_rule = sorted(spec.states, key=lambda state: state.kind)
+        inputs: list[StateInputs | None] = [None, None]
+        kept = None
+        if tokens <= ring.rewound:
+            sizes, channels = _entering(Delta.from_address(blocks[block].delta)), conv_and_rule[0].shape[0]
+            kept = torch.empty(cache.batch, tokens, channels + sum(map(math.prod, sizes)))
+            inputs = [StateInputs([kept[..., :channels]]), _RuleInputs([kept[..., channels:]], sizes, kernels)]
+        for state, entering in zip(conv_and_rule, inputs, strict=True):
             name = (block, state.kind, state.index)
             before = behind = ring.computed().get(name)
             if behind is None:
                 before, behind = ring.last(name), torch.empty(cache.batch, *state.shape)
-                ring.put(name, behind)
+                ring.put(name, behind, entering)
             tensors += [None if before is None else before.contiguous(), behind]
+        tensors.append(kept)
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     return (ctypes.c_void_p * len(pointers))(*pointers), tensors

@@ -67,7 +67,7 @@
 #endif
 
 #define LANES 16
-#define INTERFACE_VERSION 16 /* of this file towards library.py */
+#define INTERFACE_VERSION 17 /* of this file towards library.py */
 #define MOST_ROWS 8 /* that are multiplied at a time */
 #define AHEAD 8 /* tokens, whose keys are fetched */
 #define ATTENDED 16 /* query heads of some rows, that look at the same keys at a time */
@@ -149,7 +149,8 @@ struct rounded {
 /* One row of a batch: `memory` is its session's cache, for each block with attention keys, then values (or latents, then turned keys), each
  * [batch][kv_heads][max_length] of what is held; `length` tokens are held, those before `padding` are not looked at. `states`:
  * of each block with a delta rule what its convolution has seen last, [batch][channels][held], as it was before (NULL: zeros)
- * and as it is to be, then likewise the rule's state, [batch][heads][key_dim][value_dim]. */
+ * and as it is to be, then likewise the rule's state, [batch][heads][key_dim][value_dim]; and where what enters them is to be kept
+ * (NULL: nowhere), [batch][tokens] of inputs of the convolution, of the keys and values that it gives, betas, and decays. */
 struct row {
     uint8_t *memory;
     int64_t batch, row, max_length, length, padding;

@@ -140,13 +140,21 @@ INLINE const float *NAME(at)(const struct NAME(mixing) *g, int part, int64_t row
 /* Of the `which`th state, those of the row that a sequence is: before the step, and behind it. */
 INLINE const float *NAME(before)(const struct NAME(mixing) *g, int64_t sequence, int which, int64_t size) {
     const struct row *row = g->w->rows + sequence * g->c.tokens;
-    const float *states = row->states[4 * g->w->mixed + 2 * which];
+    const float *states = row->states[5 * g->w->mixed + 2 * which];
     return states ? states + row->row * size : NULL;
 }
 
 INLINE float *NAME(behind)(const struct NAME(mixing) *g, int64_t sequence, int which, int64_t size) {
     const struct row *row = g->w->rows + sequence * g->c.tokens;
-    return row->states[4 * g->w->mixed + 2 * which + 1] + row->row * size;
+    return row->states[5 * g->w->mixed + 2 * which + 1] + row->row * size;
+}
+
+/* Where what enters the states with a token is kept, a row of the batch; NULL: nowhere. */
+INLINE float *NAME(kept)(const struct NAME(mixing) *g, int64_t r) {
+    const struct row *row = g->w->rows + r;
+    const int64_t tokens = g->c.tokens, size = 2 * g->c.channels - g->d->key_heads * g->d->key_dim + g->d->heads * (1 + g->d->decays);
+    float *kept = row->states[5 * g->w->mixed + 4];
+    return kept ? kept + (row->row * tokens + r % tokens) * size : NULL;
 }
 
 static void NAME(mix_convolve_piece)(const void *job, int64_t piece, int64_t thread) {
@@ -159,9 +167,15 @@ static void NAME(mix_convolve_piece)(const void *job, int64_t piece, int64_t thr
     (void)thread;
     for (int64_t first = from; first < from + GROUP && first < c->channels; first += LANES) {
         const int part = first < keys ? PART_QUERY : first < 2 * keys ? PART_KEY : PART_VALUE;
-        const float *x = NAME(at)(g, part, sequence * c->tokens, first - part * keys);
-        NAME(convolve_lanes)(c, first, x, 1, g->d->projection[g->d->parts[part].projection].out, before, state,
-                             c->y + sequence * c->tokens * c->channels);
+        const int64_t row = sequence * c->tokens, along = g->d->projection[g->d->parts[part].projection].out;
+        const float *x = NAME(at)(g, part, row, first - part * keys);
+        NAME(convolve_lanes)(c, first, x, 1, along, before, state, c->y + row * c->channels);
+        for (int64_t token = 0; token < c->tokens; token++) {
+            float *kept = NAME(kept)(g, row + token);
+            if (kept) memcpy(kept + first, x + token * along, LANES * sizeof(float));
+            if (kept && part != PART_QUERY)
+                memcpy(kept + c->channels + first - keys, c->y + (row + token) * c->channels + first, LANES * sizeof(float));
+        }
     }
 }
 
@@ -178,6 +192,11 @@ static void NAME(gates_piece)(const void *job, int64_t row, int64_t thread) {
             g->decay[row * d->heads * d->decays + index] = rate * (x > 20.0f ? x : logarithm_of_more(exponential(x)));
         }
     }
+    float *kept = NAME(kept)(g, row);
+    if (!kept) return;
+    kept += 2 * g->c.channels - d->key_heads * d->key_dim;
+    memcpy(kept, g->beta + row * d->heads, d->heads * sizeof(float));
+    memcpy(kept + d->heads, g->decay + row * d->heads * d->decays, d->heads * d->decays * sizeof(float));
 }
 
 static void NAME(mix_delta_piece)(const void *job, int64_t piece, int64_t thread) {

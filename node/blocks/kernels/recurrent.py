@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import nn
 
+from ..caches.states import StateInputs
 from .library import Convolution, DeltaRule, Library, usable_threads
 
 _log = logging.getLogger(__name__)
@@ -45,6 +46,29 @@ def use_recurrent_kernels(blocks: Iterable[nn.Module], found: Library | None) ->
             changed = FunctionType(forward.__code__, own, None, forward.__defaults__, forward.__closure__)
             changed.__kwdefaults__ = forward.__kwdefaults__
             module.forward = MethodType(changed, module)
+
+
+@dataclass(frozen=True)
+class DeltaInputs(StateInputs):
+    """Keys and values [rows, tokens, heads, ..], logarithms of decays and betas [rows, tokens, heads, ..] of a rule."""
+
+    kernels: ctypes.CDLL
+    threads: int
+    normed: bool
+
+    def behind(self, state: torch.Tensor, tokens: int) -> torch.Tensor:
+        given = [one[:, :tokens].contiguous() for one in self.given]
+        self.lead(given[0], *given, state)  # what the queries would give is not used
+        return state
+
+    def lead(self, *given: torch.Tensor) -> torch.Tensor | None:
+        """What queries in front of such inputs give, and `state` behind these, which becomes that at their end. All are
+        contiguous. None: the kernels do not compute it."""
+        _, key, value, decay, *_ = given
+        output, sizes = torch.empty_like(value), (*value.shape[:3], *key.shape[2:], value.shape[3])
+        told = (decay[0, 0, 0].numel(), int(self.normed), key[0, 0].numel(), value[0, 0].numel())
+        run = DeltaRule(*(one.data_ptr() for one in (*given, output)), *sizes, *told)
+        return output if self.kernels.petalnode_delta(run, self.threads) else None
 
 
 @dataclass(frozen=True)
@@ -124,16 +148,14 @@ class _DeltaRule(_Replacement):
     """Behind its heads, in the shape of `g`."""
 
     def __call__(self, query: Any, key: Any, value: Any, g: Any, beta: Any, *args: Any, **options: Any) -> Any:
-        (rows, tokens, heads, dim), state = value.shape, options.get("initial_state")
+        (rows, _, heads, dim), state = value.shape, options.get("initial_state")
         if state is None:
             state = value.new_zeros(rows, heads, key.shape[3], dim, dtype=torch.float32)
         given = [one.contiguous() for one in (query, key, value, g, beta, state)]
         if not args and options.get("cu_seqlens") is None and _computes(*given):
-            output, normed = torch.empty_like(given[2]), int(bool(options.get("use_qk_l2norm_in_kernel")))
-            decays, pitches = g[0, 0, 0].numel(), (key[0, 0].numel(), heads * dim)
-            sizes = (rows, tokens, heads, *key.shape[2:], dim, decays, normed, *pitches)
-            run = DeltaRule(*(one.data_ptr() for one in (*given, output)), *sizes)
-            if self.kernels.petalnode_delta(run, self.threads):
+            inputs = DeltaInputs(given[1:5], self.kernels, self.threads, bool(options.get("use_qk_l2norm_in_kernel")))
+            if (output := inputs.lead(*given)) is not None:
+                vars(given[5])["inputs"] = inputs  # for `StateView`
                 return output, given[5] if options.get("output_final_state") else None
         return self.original(query, key, value, g, beta, *args, **options)
 

@@ -154,7 +154,7 @@ class SpanStep:
         count = len(hidden) * tokens
         rows = (Row * count)()
         positions: list[int] = []
-        entering = [entering_states(cache) for cache in caches]
+        entering = [entering_states(cache, self._blocks, self._functions, tokens) for cache in caches]
         for cache, (states, _) in zip(caches, entering, strict=True):
             memory, longest, pointers = cache.memory.data_ptr(), cache.max_length, ctypes.addressof(states)
             for row, padding in enumerate(cache.left_padding):

@@ -194,7 +194,7 @@ static int64_t steps(int64_t sessions, int64_t tokens, int64_t most_threads, int
     struct block blocks[BLOCKS];
     struct matrix expert[BLOCKS][12], latents[BLOCKS][8];
     struct delta delta[BLOCKS];
-    float *states[SESSIONS][4 * BLOCKS];
+    float *states[SESSIONS][5 * BLOCKS];
     const int64_t half = !latent && below(3) == 0, wide = heads * value_dim; /* queries with a gate */
     int64_t attending = 0, mixing = 0;
     if (half) shape.inner = (int32_t)most(shape.inner, 2 * wide);
@@ -223,10 +223,11 @@ static int64_t steps(int64_t sessions, int64_t tokens, int64_t most_threads, int
             const int64_t values = b.delta->heads * b.delta->value_dim;
             const int64_t channels = 2 * b.delta->key_heads * b.delta->key_dim + values;
             for (int64_t r = 0; r < sessions; r++) {
-                float **own = states[r] + 4 * mixing;
+                float **own = states[r] + 5 * mixing;
                 own[0] = own[1] = memory(channels * b.delta->held * sizeof(float));
                 own[2] = r ? memory(values * b.delta->key_dim * sizeof(float)) : NULL;
                 own[3] = r ? own[2] : memory(values * b.delta->key_dim * sizeof(float));
+                own[4] = NULL;
             }
             mixing++;
         }
@@ -276,7 +277,7 @@ static int64_t steps(int64_t sessions, int64_t tokens, int64_t most_threads, int
         petalnode_step(&step, threads);
         look_at(hidden_rows, number * hidden);
         for (int64_t r = 0; r < sessions; r++) rows[r].length += token ? 1 : r ? 0 : PROMPT;
-        for (int64_t index = 0; index < mixing; index++) states[0][4 * index + 2] = states[0][4 * index + 3];
+        for (int64_t index = 0; index < mixing; index++) states[0][5 * index + 2] = states[0][5 * index + 3];
     }
     forget(0);
     return 1 + (tokens - 1) * sessions;

@@ -44,7 +44,7 @@ class MemoryShares:
 
 
 MEMORY_SHARES: Final = MemoryShares()
-STATES: Final = 4  # as `caches/states.py` has it, which imports torch
+STATES, REWOUND = 4, 16  # as `caches/states.py` has them, which imports torch
 
 
 @dataclass(frozen=True)
@@ -240,13 +240,14 @@ def cache_bytes_per_block(
         return growing
     having = sum(kind == "hybrid" or "attention" in str(kind).removeprefix("linear_attention") for kind in kinds)
     having /= len(kinds)
-    delta = _number(config, "linear_num_value_heads") * _number(config, "linear_key_head_dim")
-    delta *= _number(config, "linear_value_head_dim")
+    keys = _number(config, "linear_num_key_heads") * _number(config, "linear_key_head_dim")
+    values = _number(config, "linear_num_value_heads") * _number(config, "linear_value_head_dim")
+    delta = values * _number(config, "linear_key_head_dim")
     mamba = _number(config, "mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
     mamba *= _number(config, "mamba_head_dim", "mamba_d_head", "mamba_headdim")
     mamba *= _number(config, "ssm_state_size", "mamba_d_state")
-    states = STATES * 4 * (max(delta, mamba) or heads * width * width) if tokens > 1 else 0
-    return int(having * growing + (1 - having) * states)
+    states = STATES * (max(delta, mamba) or heads * width * width) + REWOUND * (3 * keys + 2 * values)
+    return int(having * growing + (1 - having) * (4 * states if tokens > 1 else 0))
 
 
 def cache_tokens_that_fit(free_bytes: int, bytes_per_token: int) -> int:
