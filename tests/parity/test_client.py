@@ -75,8 +75,9 @@ def test_greedy_tokens_equal(architecture: str, tiny: Tiny) -> None:
         assert swarm.calls == [(0, 9)] + [(9 + step, 1) for step in range(NEW - 1)]
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS, *CROSSING])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_beam_search_equals(architecture: str, tiny: Tiny) -> None:
+    """Of the others over servers: tests/swarm/test_hybrids.py."""
     folder = tiny(architecture)
     client, _ = open_client(folder, CUTS.get(architecture, THREE))
     ids = prompt(2, 7)

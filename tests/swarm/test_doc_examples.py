@@ -10,6 +10,7 @@ import ast
 import io
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -206,14 +207,19 @@ def server(node_starter: Nodes, models: Path) -> Node:
     return node_starter.server(models / MODEL, "0:6", "--cache-tokens", "100000")
 
 
+@pytest.fixture(scope="module")
+def adapter(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_lora(models / MODEL, tmp_path_factory.mktemp("adapter") / "my-adapter", ["q_proj", "v_proj"])
+
+
 @pytest.fixture
-def place(server: Node, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(server: Node, models: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     (tmp_path / MODEL).symlink_to(models / MODEL)
     (tmp_path / "poems.jsonl").write_text('{"text": "one two three"}\n{"text": "two one"}\n' * 6)
     certificate(tmp_path)
     (tmp_path / "adapters").mkdir()
     subprocess.run(["git", "init", "--quiet", "--bare", "adapters.git"], cwd=tmp_path, check=True)
-    save_lora(models / MODEL, tmp_path / "my-adapter", ["q_proj", "v_proj"])
+    shutil.copytree(adapter, tmp_path / "my-adapter")
     for name, value in environment(tmp_path / "home", PETALNODE_PEERS=server.address).items():
         monkeypatch.setenv(name, value)
     with held_identity(None, "serve", tmp_path / "home" / "data" / "petalnode"):

@@ -60,10 +60,9 @@ class Chain:
             self.tap.on_step = self.on_step
             given = resolve(str(self._folder), need="client", offline=True)
             identified = await identify_model(node, given)
-            local = load_client(self._folder)
             async with open_client(node, identified, self._options) as client:
                 client.state.receipts = ReceiptArchive(self._shared_bytes)
-                guess = draft_model or drafts
+                guess, local = draft_model or drafts, load_client(self._folder)
                 conversation = Conversation(client, local, max_length=512, stop_tokens=stops, drafts=guess)
                 async with aclosing(conversation):
                     yield conversation
@@ -126,6 +125,12 @@ def servers(swarm: MemorySwarm, folder: Path) -> list[MemoryServer]:
 FEW = dict.fromkeys((5, 6, 7, 8), 20.0)
 """So that a random model repeats itself."""
 GREEDY = Sampling(LENGTH, logit_bias=FEW)
+
+
+@pytest.fixture(scope="module")
+def plain(swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]) -> list[int]:
+    """The greedy answer without drafts."""
+    return Chain(swarm, folder).answer(GREEDY, drafts=False)[0]
 
 
 @pytest.mark.parametrize(
@@ -243,9 +248,10 @@ def test_answer_is_the_same_with_early_tokens(
     assert answers[0] == answers[1]
 
 
-def test_stop_ends_answer_in_middle_of_draft(swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]) -> None:
+def test_stop_ends_answer_in_middle_of_draft(
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], plain: list[int]
+) -> None:
     chain = Chain(swarm, folder)
-    plain, _ = chain.answer(GREEDY, drafts=False)
     for stop_after in (1, 30, 31):
         stopped, _ = chain.answer(GREEDY, drafts=True, stop_after=stop_after)
         assert stopped == plain[: len(PROMPT) + stop_after]
@@ -254,16 +260,16 @@ def test_stop_ends_answer_in_middle_of_draft(swarm: MemorySwarm, folder: Path, s
     assert ended == plain[: plain.index(last, len(PROMPT))]
 
 
-def test_compared_chains_take_drafts(swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]) -> None:
-    plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False)
+def test_compared_chains_take_drafts(
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], plain: list[int]
+) -> None:
     drafted, counts = Chain(swarm, folder, compare_chains=2).answer(GREEDY, drafts=True)
     assert drafted == plain and counts.accepted
 
 
 def test_server_that_dies_checking_drafts_is_replaced(
-    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], plain: list[int]
 ) -> None:
-    plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False)
     servers += [swarm.start(folder, blocks) for blocks in ("0:3", "3:6")]  # so that other tests have two chains
     assert all(server.ready for server in servers[-2:])
 
@@ -324,9 +330,8 @@ def test_steps_are_under_way_side_by_side(
 
 
 def test_server_that_dies_with_several_steps_is_replaced(
-    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], plain: list[int]
 ) -> None:
-    plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False)
     servers.append(swarm.start(folder, "3:6"))
     known = {server.ready["peer_id"]: server for server in servers}
     lost: list[str] = []
@@ -343,10 +348,9 @@ def test_server_that_dies_with_several_steps_is_replaced(
 
 
 def test_servers_that_cannot_push_check_single_drafts(
-    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], plain: list[int]
 ) -> None:
     """A trusted one tells the next one nothing that has to do with the prompt."""
-    plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False)
     ends = started(swarm, folder, "0:2", "4:6")
     chain = Chain(swarm, folder, trusted=TrustedServers(frozenset(server.peer_id for server in ends)))
     drafted, counts = chain.answer(GREEDY, drafts=True)

@@ -38,7 +38,7 @@ def whole(kind: str, folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def servers(swarm: MemorySwarm, folder: Path, whole: Any) -> list[MemoryServer]:
-    return started(swarm, folder, "0:2", "2:4", "0:2", "2:4")
+    return started(swarm, folder, "0:2", "2:4")
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,14 @@ def test_rows_with_pictures_of_which_one_is_padded(kind: str, whole: Any, model:
     assert torch.equal(say(model, given), say(whole, given))
 
 
-def test_server_is_killed_in_middle_of_answer(kind: str, whole: Any, model: Any, servers: list[MemoryServer]) -> None:
+@pytest.mark.parametrize(
+    "kind", ["llava", "qwen2_vl", "qwen3_5", "lfm2_vl", "gemma3", "gemma4", "qwen3_vl", "mistral3"], indirect=True
+)
+def test_server_is_killed_in_middle_of_answer(
+    kind: str, whole: Any, model: Any, swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]
+) -> None:
+    """One of each kind of positions, groups, features and states."""
+    servers += started(swarm, folder, "0:2", "2:4")
     given = seen(whole, kind, [(30, 5)])
     said = say(whole, given)
     with model.inference_session(max_length=4) as session:

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -399,6 +400,7 @@ def _import_everything() -> None:
     import hypothesis
     import transformers
     import zeroconf
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     import petalnode.node
 
@@ -409,7 +411,10 @@ def _import_everything() -> None:
         import_module(name)
     for model in _MODELS:
         import_module(f"transformers.models.{model}.modeling_{model}")
+    get_checkpoint_conversion_mapping(_MODELS[0])  # hundreds of regular expressions
     _parse_a_command_line()
+    for imported in weakref.finalize._registry:  # type: ignore[attr-defined]
+        imported.atexit = False  # torch would take down each of its operators
     assert transformers.AutoTokenizer and transformers.AutoModelForCausalLM and zeroconf.Zeroconf and hypothesis.given
 
 
