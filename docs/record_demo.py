@@ -1,4 +1,5 @@
 """Makes docs/demo.svg and docs/friends.svg: runs the real program in pseudo-terminals, and draws what it printed.
+docs/friends.cast has it in real time, for `asciinema play`.
 
 python -m docs.record_demo [question]
 python -m docs.record_demo --friends     # needs root: three machines, as network namespaces, one of them behind a NAT
@@ -6,6 +7,8 @@ python -m docs.record_demo --friends     # needs root: three machines, as networ
 
 from __future__ import annotations
 
+import codecs
+import json
 import os
 import pty
 import re
@@ -16,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -34,8 +37,10 @@ class Terminal:
     env: Mapping[str, str]
     printed: bytes = b""
     seen: int = 0  # characters of it that were waited for
+    played: list[tuple[float, str]] = field(default_factory=list)  # what came when
 
     def __post_init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._controller, terminal = pty.openpty()
         size = {"COLUMNS": str(COLUMNS), "LINES": str(ROWS), "TERM": "xterm-256color"}
         self.process = subprocess.Popen(
@@ -57,6 +62,7 @@ class Terminal:
                     raise SystemExit(f"{self.command} failed:\n{self.text}")
                 return self.text
             self.printed += data
+            self.played.append((time.monotonic(), self._decoder.decode(data)))
         self.seen = found.end()
         return self.text[: self.seen]
 
@@ -99,6 +105,13 @@ def draw(printed: str, name: str, title: str) -> None:
     print(f"wrote {target.name}:\n{printed}")
 
 
+def play(played: Sequence[tuple[float, str]], name: str, title: str) -> None:
+    """Writes an asciicast (version 2) of what came when, in seconds of one clock."""
+    header = {"version": 2, "width": COLUMNS, "height": ROWS, "title": title}
+    events = [[round(when - played[0][0], 3), "o", text] for when, text in played]
+    Path(__file__).with_name(name).write_text("".join(f"{json.dumps(line)}\n" for line in [header, *events]))
+
+
 def demo(question: str) -> None:
     printed = Terminal([sys.executable, "-m", "petalnode", "demo", "--prompt", question], os.environ).read()
     draw(f'$ make demo PROMPT="{question}"\n{printed}', "demo.svg", "petalnode demo")
@@ -110,13 +123,17 @@ def friends() -> None:
     from tests.nat.lab import Host, open_lab
     from tests.nat.nodes import LabNodes
 
-    began, shown, running = time.monotonic(), [], []
+    began, shown, running, played = time.monotonic(), [], [], list[tuple[float, str]]()
+
+    def say(text: str) -> None:
+        shown.append(text)
+        played.append((time.monotonic(), text.replace("\n", "\r\n")))
 
     def run(host: Host, who: str, *arguments: str) -> Terminal:
         typed = f"$ petalnode {shlex.join(arguments)}\n"
-        shown.append(f"\n\x1b[2m# {who}, after {time.monotonic() - began:.0f} s\x1b[0m\n{typed}")
+        say(f"\n\x1b[2m# {who}, after {time.monotonic() - began:.0f} s\x1b[0m\n{typed}")
         command = host.command([sys.executable, "-m", "petalnode", *arguments])
-        running.append(Terminal(command, nodes.env(host) | own.get(host.name, {})))
+        running.append(Terminal(command, nodes.env(host) | own.get(host.name, {}), played=played))
         return running[-1]
 
     with tempfile.TemporaryDirectory() as homes, open_lab() as lab:
@@ -136,12 +153,13 @@ def friends() -> None:
             shown.append(settled(joining.read("petalnode join petalnode:\\S+\\s")))
             question = ("--chat", "--show-route", "--yes", "--prompt", "What is the capital of France?")
             shown.append(settled(run(guest, "a third machine, with an empty disk", "join", link, *question).read()))
-            shown.append(f"\n\x1b[2m# after {time.monotonic() - began:.0f} s\x1b[0m\n")
+            say(f"\n\x1b[2m# after {time.monotonic() - began:.0f} s\x1b[0m\n")
         finally:
             print("".join(terminal.text for terminal in running))
             for terminal in running:
                 terminal.end()
     draw("".join(shown), "friends.svg", "two friends' machines")
+    play(played, "friends.cast", "two friends' machines")
 
 
 if __name__ == "__main__":

@@ -83,6 +83,7 @@ TOOLS: Final = {
     "export": "needs the reader's token",
     "ufw": "changes a firewall",
     "git": "counts lines",
+    "printf": "makes data, as it stands",
     "python3": "installs a compiler",
     "/tmp/protoc/bin/pip": "installs a compiler",
     "cd": "runs that compiler",
@@ -98,6 +99,7 @@ SHOWN: Final = {
         "name: petalnode",
         "OPENAI_API_BASE_URL",
     ),
+    "docs/lab.md": ("name,device",),
     "docs/fine-tuning.md": ('{"event":"step"', "prompt: 40 steps", "model = PeftModel"),
     "docs/monitoring.md": ("scrape_configs:", '{"time":'),
     "docs/nat.md": ("reachability: public",),
@@ -289,6 +291,8 @@ def check_tool(command: str) -> None:
         case ["python", "-m", module, *rest]:
             path = ROOT / module.removeprefix("petalnode.").replace(".", "/")
             check_options(path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__main__.py", rest)
+        case ["printf", *_]:
+            subprocess.run(["bash", "-c", command], check=True)
         case ["python", "-c", *_]:
             pass  # tests/unit/test_tuning_data.py runs it
         case ["python", script, *rest]:
@@ -317,7 +321,8 @@ def test_commands_do_what_they_should(
     page: Path, place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the order of the page: a result of one is used by the next."""
-    write_machines(ROOT / "docs/planning.md", place.folder)
+    for source in (ROOT / "docs/planning.md", page)[: 1 + (page.name == "lab.md")]:
+        write_machines(source, place.folder)
     for written in commands_of(page):
         for command in alternatives(written):
             piped = re.fullmatch(r"echo .* \| (petalnode .*)", command)

@@ -251,7 +251,10 @@ def test_conversations_are_kept_newest_first_within_bounds(tmp_path: Path, monke
     assert [chat.title for chat in found] == ["question 3", "question 2"]
     assert damaged == [tmp_path / "chats" / "broken.json"]
     assert len(list((tmp_path / "chats").glob("*.lock"))) <= 3
-    assert "tiny, 2 questions: question 3" in listed(found)[0]
+    assert "tiny, 2 questions: question 3" in listed(found)[0] and len(listed(found)) == 2
+    assert [chat.title for chat in kept_chats(tmp_path / "chats", 2)[0]] == ["question 3"]  # the newest file is broken
+    monkeypatch.setattr(kept, "KEPT", replace(kept.KEPT, shown=1))
+    assert listed(found)[1:] == ["     older ones have the numbers 2 to 2"]
     with kept_chat(found[1].path) as (saved, path):
         assert saved.dialogue.questions == 2 and path == found[1].path
     long = replace(found[0], saved=chat_of("word\n" * 100))

@@ -56,10 +56,10 @@ def kept_folder() -> Path:
     return data_folder() / "chats"
 
 
-def kept_chats(folder: Path) -> tuple[list[KeptChat], list[Path]]:
-    """(those of `folder`, the newest first; files there that are none)."""
+def kept_chats(folder: Path, most: int | None = None) -> tuple[list[KeptChat], list[Path]]:
+    """(those of `folder`, or the `most` newest, the newest first; files among them that are none)."""
     found, damaged = list[KeptChat](), list[Path]()
-    for path in _newest(folder)[: KEPT.shown]:
+    for path in _newest(folder)[:most]:
         try:
             found.append(KeptChat(path, path.stat().st_mtime, SavedChat.read(path)))
         except FileNotFoundError:
@@ -140,12 +140,14 @@ def asked_so_far(dialogue: Dialogue) -> str:
 
 
 def listed(chats: Sequence[KeptChat]) -> list[str]:
-    """A line for each, with its number."""
-    return [
+    """A line for each of the newest, with its number; and how many are older."""
+    lines = [
         f"{number:3}  {time.strftime('%Y-%m-%d %H:%M', time.localtime(chat.when))}  "
         f"{_short(chat.saved.model) or 'a model'}, {asked_so_far(chat.saved.dialogue)}: {chat.title}"
-        for number, chat in enumerate(chats, 1)
+        for number, chat in enumerate(chats[: KEPT.shown], 1)
     ]
+    older = [f"     older ones have the numbers {len(lines) + 1} to {len(chats)}"]
+    return lines + older * (len(lines) < len(chats))
 
 
 def _short(model: str) -> str:

@@ -33,7 +33,7 @@ from ..process import start
 from ..strangers import StrangerNotice, notices_file
 from ..terminal import at_terminal
 from .client_parts import ClientParts
-from .kept import kept_chats, kept_folder
+from .kept import KEPT, kept_chats, kept_folder
 from .options import ChatOptions
 from .reader import QuestionReader
 from .settings import for_a_person
@@ -114,8 +114,8 @@ def _picture_in(file: Path) -> Picture:
 
 
 def _earlier_questions() -> list[str]:
-    turns = (turn for chat in reversed(kept_chats(kept_folder())[0]) for turn in chat.saved.dialogue.turns)
-    return [turn.content for turn in turns if turn.role == "user"]
+    chats, _ = kept_chats(kept_folder(), KEPT.shown)
+    return [turn.content for chat in reversed(chats) for turn in chat.saved.dialogue.turns if turn.role == "user"]
 
 
 def session_room(servers: Iterable[Announcement], num_blocks: int) -> int:
