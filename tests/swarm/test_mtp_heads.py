@@ -24,7 +24,7 @@ from tests.mtp_heads import HEADS, save_with_head
 from tests.swarm.memory_pool import opened
 from tests.tiny_models import load_whole, save_tiny
 
-LENGTH = 30
+LENGTH = 20
 GUESSED = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"}
 ENDLESS = {"max_position_embeddings": 1024, "eos_token_id": None}
 
