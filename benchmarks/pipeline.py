@@ -6,10 +6,7 @@
 Every server is a process in a control group that gives it `--share` of one core (needs root, and version 1 or 2 of
 Linux's control groups with the `cpu` controller), so that three of them and the client fit two cores. Models have
 random weights and the shapes of the thesis (its blocks, too: `--blocks` changes that), TinyLlama's in bfloat16 as there
-(multiplied in float32), cut evenly. Samples are rows of one batch: `own` is what `generate` does, which cuts them into
-sessions where it finds that this pays; `one_batch` keeps them together, `groups` cuts them into as many as nodes. `own`
-comes last, so that it has seen both; `sessions` tells how many it took, and in brackets how many it foresaw by what
-servers announce.
+(multiplied in float32), cut evenly. Samples are rows of one batch.
 
 `speed-up` is tokens/s over those of one node with one sample, which is what the thesis divides by; `of ideal` divides
 it by the smaller of nodes and samples. A node that batches samples gets more: `over one node` is against as many
@@ -35,7 +32,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import httpx
 import torch
@@ -48,7 +44,6 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 
 from petalnode import AutoDistributedModelForCausalLM
-from petalnode.node.client.api import row_groups
 from petalnode.node.models import resolve
 
 PERIOD_US = 10_000
@@ -138,39 +133,27 @@ def nodes_of(folder: Path | str, blocks: int, count: int, share: float) -> Itera
                 one.remove()
 
 
-def generate(model: Any, rows: int, tokens: int) -> tuple[float, torch.Tensor]:
-    """Seconds for the tokens of each row behind the first one, and all tokens."""
+def generate(model: Any, rows: int, tokens: int) -> float:
+    """Seconds for the tokens of each row behind the first one."""
     prompt = torch.randint(5, 60, (rows, PROMPT), generator=torch.Generator().manual_seed(0))
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     seconds = []
     for count in (1, 1 + tokens):
         begun = time.perf_counter()
-        output = model.generate(prompt, max_new_tokens=count, min_new_tokens=count, **options)
+        model.generate(prompt, max_new_tokens=count, min_new_tokens=count, **options)
         seconds.append(time.perf_counter() - begun)
-    return seconds[1] - seconds[0], output
+    return seconds[1] - seconds[0]
 
 
-def measure(
-    model: Any, servers: Sequence[ServerProcess], share: float, samples: int, tokens: int, groups: int | None
-) -> tuple[dict[str, Any], torch.Tensor]:
-    decide, chosen = row_groups.groups, {"sessions": 1, "foreseen": 1}
-
-    def decided(rows: int, step_seconds: Sequence[float], trip_seconds: float, measured: Any) -> int:
-        chosen["foreseen"] = decide(rows, step_seconds, trip_seconds)
-        chosen["sessions"] = groups or decide(rows, step_seconds, trip_seconds, measured)
-        return chosen["sessions"]
-
-    with patch.object(row_groups, "groups", decided):
-        before, begun = [processor_seconds(server.process.pid) for server in servers], time.perf_counter()
-        seconds, output = generate(model, samples, tokens)
-        wall = time.perf_counter() - begun
-        used = [processor_seconds(server.process.pid) - was for server, was in zip(servers, before, strict=True)]
-    result = {
-        **chosen,
+def measure(model: Any, servers: Sequence[ServerProcess], share: float, samples: int, tokens: int) -> dict[str, Any]:
+    before, begun = [processor_seconds(server.process.pid) for server in servers], time.perf_counter()
+    seconds = generate(model, samples, tokens)
+    wall = time.perf_counter() - begun
+    used = [processor_seconds(server.process.pid) - was for server, was in zip(servers, before, strict=True)]
+    return {
         "tokens_per_s": samples * tokens / seconds,
         "idle": [max(0.0, 1 - one / (share * wall)) for one in used],
     }
-    return result, output
 
 
 def run(name: str, blocks: int, options: argparse.Namespace, scratch: Path) -> Iterator[dict[str, Any]]:
@@ -188,14 +171,8 @@ def run(name: str, blocks: int, options: argparse.Namespace, scratch: Path) -> I
                 generate(model, 1, 2)
                 for samples in options.samples:
                     print(f"{name}, {nodes} nodes, {samples} samples ...", file=sys.stderr, flush=True)
-                    forced = min(nodes, samples)
-                    ways: dict[str, int | None] = {"one_batch": 1, "groups": forced} if forced > 1 else {}
-                    ways["own"] = None  # last, when it knows what the others took
-                    found = {
-                        way: measure(model, servers, options.share, samples, options.tokens or TOKENS[name], count)
-                        for way, count in ways.items()
-                    }
-                    best = found["own"][0]["tokens_per_s"]
+                    found = measure(model, servers, options.share, samples, options.tokens or TOKENS[name])
+                    best = found["tokens_per_s"]
                     alone.setdefault(
                         samples, best
                     )  # the first number of nodes is the one that others are compared with
@@ -205,8 +182,7 @@ def run(name: str, blocks: int, options: argparse.Namespace, scratch: Path) -> I
                         "blocks": blocks,
                         "nodes": nodes,
                         "samples": samples,
-                        **{way: result for way, (result, _) in found.items()},
-                        "same": all(torch.equal(tokens, found["own"][1]) for _, tokens in found.values()),
+                        **found,
                         "speed_up": best / base,
                         "of_ideal": best / base / min(nodes, samples),
                         "over_one_node": best / alone[samples],
@@ -365,28 +341,23 @@ def show(results: Sequence[dict[str, Any]]) -> None:
         "nodes",
         "samples",
         "tokens/s",
-        "one batch",
-        "groups",
-        "sessions",
         "speed-up",
         "of ideal",
         "over one node",
     )
-    for column in (*columns, "idle", "MiB", "same"):
+    for column in (*columns, "idle", "MiB"):
         table.add_column(column, justify="right")
     for row in results:
         table.add_row(
             row["model"],
             str(row["nodes"]),
             str(row["samples"]),
-            *(f"{row[way]['tokens_per_s']:.1f}" if way in row else "" for way in ("own", "one_batch", "groups")),
-            "" if row["samples"] == 1 else f"{row['own']['sessions']} ({row['own']['foreseen']})",
+            f"{row['tokens_per_s']:.1f}",
             f"{row['speed_up']:.2f}",
             f"{row['of_ideal']:.0%}",
             f"{row['over_one_node']:.2f}",
-            " ".join(f"{idle:.0%}" for idle in row["own"]["idle"]),
+            " ".join(f"{idle:.0%}" for idle in row["idle"]),
             " ".join(str(size) for size in row["memory_mib"]),
-            "yes" if row["same"] else "NO",
         )
     console = Console(width=150)
     console.print(table)

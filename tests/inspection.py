@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import trio
@@ -12,7 +11,7 @@ import trio
 from petalnode.node.client.api.causal_lm import DistributedModelForCausalLM
 from petalnode.node.client.api.inference_session import InferenceSession
 from petalnode.node.client.api.model import DistributedModel
-from petalnode.node.client.api.row_groups import Batches, Pace, Paces, Route
+from petalnode.node.client.api.row_drafts import DraftGain
 from petalnode.node.client.core import SwarmClient
 from petalnode.node.client.session.stream import SessionStream
 from petalnode.node.server.budget import MemoryBudget
@@ -65,45 +64,9 @@ def allow_servers(model: DistributedModel, peer_ids: Sequence[str]) -> None:
     client_of(model)._allowed = frozenset(peer_ids)
 
 
-class Cut(Batches):
-    """Has rows go on in `parts` sessions; the chains for which it was asked, and what was noted of their steps."""
-
-    def __init__(self, parts: int) -> None:
-        super().__init__()
-        self.parts = parts
-        self.routes: list[Route] = []
-        self.paces = self.noted = _Noted()
-
-    def cut(
-        self, rows: int, route: Route, step_seconds: Sequence[float], trip_seconds: float, drafts: bool
-    ) -> tuple[int, bool]:
-        self.routes.append(route)
-        return self.parts, False
-
-
-class _Noted(Paces):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sessions: list[Sequence[tuple[int, Pace]]] = []
-
-    def note(self, sessions: Sequence[tuple[int, Pace]]) -> None:
-        self.sessions.append(sessions)
-
-
-@contextmanager
-def cut_into(model: DistributedModelForCausalLM, parts: int) -> Iterator[Cut]:
-    """Rows of a batch go on in this number of sessions."""
-    usual, cut = model._batches, Cut(parts)
-    model._batches = cut
-    try:
-        yield cut
-    finally:
-        model._batches = usual
-
-
-def batches_of(model: DistributedModelForCausalLM) -> Batches:
+def draft_gain_of(model: DistributedModelForCausalLM) -> DraftGain:
     """What a model knows of its batches so far."""
-    return model._batches
+    return model._draft_gain
 
 
 def skip_reply(session: SessionStream, reply: wire.Reply, *, answered: int) -> None:

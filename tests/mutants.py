@@ -134,9 +134,9 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/swarm/cost.py": _unit("estimate codec_choice prefill_chunks routing"),
     "node/client/round_trips.py": (*_unit("round_trips"), "attacks/test_absent_servers"),
     "node/blocks/caches/states.py": (*_unit("state_ring"), "swarm/test_hybrids"),
-    "node/client/api/row_groups.py": _unit("row_groups pace"),
+    "node/client/api/row_drafts.py": _unit("row_drafts"),
     "node/client/api/generating.py": _GENERATED,
-    "node/client/api/processors.py": (*_unit("row_groups"), *_GENERATED),
+    "node/client/api/processors.py": (*_unit("row_drafts"), *_GENERATED),
     "node/client/generation/decoding.py": (*_GENERATED, "swarm/test_longrope"),
     "node/client/generation/mtp_head.py": ("parity/test_mtp_heads", "swarm/test_mtp_heads"),
     "node/client/api/arguments.py": ("unit/test_call_arguments", "swarm/test_call_arguments"),
@@ -194,7 +194,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
         *("attacks/test_local_secrets", "attacks/test_slow_evidence", "attacks/test_gossip_with_many_keys"),
     ),
     "node/client/session/answers.py": (
-        *_unit("prefix_memory pace answers_due session_stream"),
+        *_unit("prefix_memory answers_due session_stream"),
         *("attacks/test_rejected_push", "attacks/test_absent_servers", "attacks/test_claimed_lengths"),
     ),
     "node/client/session/prefixes.py": (

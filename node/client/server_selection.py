@@ -296,20 +296,20 @@ class ServerSelection:
             raise NoChainError(f"nobody else holds blocks {blocks}", tuple(range(blocks.start, blocks.end)))
         return found
 
-    async def stages(self, spec: SessionSpec) -> tuple[tuple[Hop, ...], list[float], float]:
-        """The cheapest chain; the seconds that each of its servers announces for a step of one row; those of the way
-        through all of them and back, by push. All are empty while there is no chain."""
+    async def stages(self, spec: SessionSpec) -> tuple[list[float], float]:
+        """Of the cheapest chain: the seconds that each of its servers announces for a step of one row; those of the way
+        through all of them and back, by push. Both are empty while there is no chain."""
         try:
             chain = await self.route(spec)
         except (NoChainError, BadInput):  # opening the session says why
-            return (), [], 0.0
+            return [], 0.0
         servers = [self.swarm.view.get(hop.peer_id, time.time()) for hop in chain]
         seconds = [
             server.step_seconds * len(hop.span) / max(1, len(server.span)) if server is not None else 0.0
             for hop, server in zip(chain, servers, strict=True)
         ]
         halves = [(self.round_trip(hop.peer_id) or 0.0) / 2 for hop in chain]
-        return chain, seconds, sum(halves) + halves[-1]
+        return seconds, sum(halves) + halves[-1]
 
     async def codec_that_pays(self, spec: SessionSpec, errors: Mapping[str, float]) -> str:
         """For a session over the cheapest chain; "none" while there is none. `errors` as `choose_codec` has them."""

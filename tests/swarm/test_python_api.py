@@ -17,8 +17,9 @@ from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM,
 from petalnode.node.client.api.opening import DEFAULTS, ModelOptions
 from petalnode.node.errors import BadInput, PetalnodeError, SwarmError
 from tests.greedy import prompt
-from tests.inspection import client_of, cut_into
+from tests.inspection import client_of
 from tests.swarm.conftest import SharedSwarm
+from tests.swarm.deep_drafts import LOOKUP
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, load_whole
 
 LOGITS = 1e-4
@@ -116,26 +117,25 @@ def test_end_within_session_is_kept_by_it(model: Model, whole: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "parts"),
+    "case",
     [
-        ("greedy, a batch", 2),
-        ("greedy, unequal prompts", 3),
-        ("greedy, unequal ends", 2),
-        ("sampling, a batch", 2),
-        ("several sequences", 4),
-        ("one token", 2),
+        "greedy, a batch",
+        "greedy, unequal prompts",
+        "greedy, unequal ends",
+        "sampling, a batch",
+        "several sequences",
+        "one token",
     ],
 )
-def test_rows_in_several_sessions_are_the_same(case: str, parts: int, model: Model, whole: Any) -> None:
+def test_rows_in_several_sessions_are_the_same(case: str, model: Model, whole: Any) -> None:
     opened = client_of(model).state.totals.opened
     rows, options = SAME[case]
     ids = prompt(rows, 9)
     expected = generate(whole, ids, **options)
     after = torch.get_rng_state()
-    with cut_into(model, parts):
-        assert torch.equal(generate(model, ids, **options), expected)
+    assert torch.equal(generate(model, ids, **LOOKUP, **options), expected)
     assert torch.equal(torch.get_rng_state(), after)
-    assert client_of(model).state.totals.opened - opened == parts
+    assert client_of(model).state.totals.opened - opened == len(expected)
 
 
 class Seen(BaseStreamer):  # type: ignore[misc]  # transformers is untyped here
@@ -210,18 +210,6 @@ def test_rows_of_one_session_share_one_message_step(model: Model) -> None:
         assert session.waits["step"]["count"] == 12
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_what_batch_took_is_noted_for_next_one(parts: int, model: Model) -> None:
-    with cut_into(model, parts) as cut:
-        generate(model, prompt(2, 9), max_new_tokens=9, min_new_tokens=9)
-    [sessions], [route] = cut.noted.sessions, cut.routes
-    assert [rows for rows, _ in sessions] == [2 // parts] * parts
-    for servers in (route, *(pace.route for _, pace in sessions)):
-        ends = [0, *(end for _, _, end in servers)]
-        assert [start for _, start, _ in servers] == ends[:-1]
-        assert ends[-1] == model.config.num_hidden_layers
-
-
 def test_what_depends_on_other_rows_stays_together(model: Model) -> None:
     apart: list[dict[str, Any]] = [
         SAME["beam search, unequal prompts"][1],
@@ -230,18 +218,15 @@ def test_what_depends_on_other_rows_stays_together(model: Model) -> None:
         {"return_dict_in_generate": True, "output_scores": True},
         {"sequence_bias": {(7,): 5.0}},
     ]
-    with cut_into(model, 2) as cut:
-        for options in apart:
-            generate(model, prompt(3, 9), **options | {"max_new_tokens": 2})
-        generate(model, prompt(1, 9), max_new_tokens=2)
-        with model.inference_session(40):
-            generate(model, prompt(2, 9), max_new_tokens=2)
-    assert not cut.routes
+    opened = client_of(model).state.totals.opened
+    for options in apart:
+        generate(model, prompt(3, 9), **options | {"max_new_tokens": 2}, **({} if "num_beams" in options else LOOKUP))
+    assert client_of(model).state.totals.opened - opened == len(apart)
 
 
-def test_a_group_that_fails_ends_the_others(model: Model) -> None:
-    with cut_into(model, 2), pytest.raises(BadInput, match="hides all of its tokens"):
-        generate(model, prompt(2, 9), attention_mask=left_padded(9, 0), max_new_tokens=200)
+def test_a_row_that_fails_ends_the_others(model: Model) -> None:
+    with pytest.raises(BadInput, match="hides all of its tokens"):
+        generate(model, prompt(2, 9), attention_mask=left_padded(9, 0), max_new_tokens=200, **LOOKUP)
 
 
 def test_logits_are_the_same(model: Model, whole: Any) -> None:

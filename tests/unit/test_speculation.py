@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from petalnode.node.client.api.row_groups import ROWS, draft_apart
+from petalnode.node.client.api.row_drafts import ROWS, draft_apart
 from petalnode.node.client.generation.draft_model import Draft
 from petalnode.node.client.generation.drafting import BY_MODEL, DraftCounts, DraftPlan, PipelineSpeed
 from tests.unit.simulated_chain import (

@@ -21,7 +21,7 @@ from .inference_session import InferenceSession
 from .model import DistributedModel
 from .opening import ModelOptions, OpenedModel, open_model, takes_model_options
 from .remote import forward_context
-from .row_groups import Batches
+from .row_drafts import DraftGain
 from .tuning import soft_prompt
 
 DEFAULT_GENERATED_LENGTH = 20
@@ -67,7 +67,7 @@ class DistributedModelForCausalLM(DistributedModel):
         self.soft_prompt = soft_prompt(self, opened.adapter)
         self._active: list[InferenceSession] = []
         self.drafts: dict[str, Any] = DraftCounts().fields()
-        self._batches = Batches()
+        self._draft_gain = DraftGain()
 
     def inference_session(self, max_length: int) -> InferenceSession:
         """A session for up to `max_length` tokens per row, which `generate` uses until the session is closed."""
@@ -175,7 +175,7 @@ class DistributedModelForCausalLM(DistributedModel):
         # The longest row of a batch decides about the factors of all: they stay together.
         may_become_long = self._local.original_length is not None and length > self._local.original_length
         is_free = is_new and session.adapter is None and self._local.prompt is None and not may_become_long
-        decoding = BatchDecoding(self._local, self._blocks, session, options, self._batches, is_free)
+        decoding = BatchDecoding(self._local, self._blocks, session, options, self._draft_gain, is_free)
         # Where a long text begins, all of it is embedded anew, in a thread that has no prompts.
         if not (self._local.prompt is not None and may_become_long) and takes_loop(kwargs, self.transformers_model):
             kwargs = with_loop(kwargs, self.transformers_model, decoding)

@@ -1,9 +1,8 @@
 """`generate` of the Python API by the loop over tokens: transformers prepares, and this makes the tokens.
 
-Rows of a batch go on together in one session, with one message a step. Where that is quicker (`row_groups`), they go on
-in several sessions at once, each in a task. With drafts each row has a session of its own: in one, all rows would wait
-for the one that was guessed worst. The tokens are those of transformers' loop, with the same random numbers, whichever
-it is.
+Rows of a batch go on together in one session, with one message a step. With drafts, where they pay (`row_drafts`), each
+row has a session of its own, in a task. The tokens are those of transformers' loop, with the same random numbers,
+whichever it is.
 
 Drafts are what transformers calls assisted generation, with the names that it has there. Its own loop asks one draft
 after the other, waits for each, and draws other random numbers than without. Here steps are under way side by side. The
@@ -40,7 +39,7 @@ from ..session.prefixes import common_prefix
 from .inference_session import InferenceSession
 from .processors import Answers, Prepared, ProcessorSampler, RowDraws
 from .remote import RemoteSequential
-from .row_groups import ROWS, Batches
+from .row_drafts import ROWS, DraftGain, draft_apart
 
 _ONE_BY_ONE: Final = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _NAMED: Final = frozenset(inspect.signature(GenerationMixin.generate).parameters)
@@ -218,7 +217,7 @@ class Part:
             session.drafting.fixed = options.fixed
             drafter = Drafter(session.drafting, LookupDrafter(), self.reader, self.skipped)
         length = int(self.prepared.config.max_length) - self.prepared.hidden
-        answer = Answering(self.tokens, length, self.sampler, session.note_step)
+        answer = Answering(self.tokens, length, self.sampler)
         await session.decode(answer, length, embedding, drafter)
 
     async def run(self) -> None:
@@ -231,7 +230,7 @@ class BatchDecoding:
     """The loop over tokens in the place of transformers' own, for the argument `custom_generate` of its `generate`.
 
     Args:
-        session: of all rows, or of the first part of them.
+        session: of all rows, or of the first of them.
         may_part: whether rows may go on in several sessions.
 
     Attributes:
@@ -244,7 +243,7 @@ class BatchDecoding:
         blocks: RemoteSequential,
         session: InferenceSession,
         options: GenerateOptions,
-        batches: Batches,
+        gain: DraftGain,
         may_part: bool,
     ) -> None:
         self.drafts: dict[str, Any] = DraftCounts().fields()
@@ -252,7 +251,7 @@ class BatchDecoding:
         self._blocks = blocks
         self._session = session
         self._options = options
-        self._batches = batches
+        self._gain = gain
         self._may_part = may_part
 
     def __call__(
@@ -269,19 +268,20 @@ class BatchDecoding:
         prepared = Prepared(model, input_ids, logits_processor, stopping_criteria, config, model_kwargs)
         padding = config._pad_token_tensor
         answers = Answers(len(input_ids), 0 if padding is None else int(padding), self._options.streamer)
-        count, drafts = self._cut(prepared)
+        apart = self._parts(prepared)
+        drafts = self._options.drafts and (apart or len(input_ids) == 1)
         options = replace(self._options, drafts=drafts, mtp_head=drafts and self._options.mtp_head)
-        if count == 1:
+        if not apart:
             sampler = ProcessorSampler(prepared, answers)
             self._run_together(Part(self._local, self._session, prepared, sampler, options))
             scores, logits = sampler.scores, sampler.logits
             cache.advance(self._session.position - cache.get_seq_length())
         else:
-            self._run_apart(prepared, answers, count, options)
+            self._run_apart(prepared, answers, options)
             scores = logits = None
         if self._options.drafts and len(input_ids) > 1:
             known = drafts or self._options.assistant is None
-            self._batches.learn(input_ids.tolist(), answers.made, self.drafts["accepted"] if drafts else None, known)
+            self._gain.learn(input_ids.tolist(), answers.made, self.drafts["accepted"] if drafts else None, known)
         if self._options.streamer is not None:
             self._options.streamer.end()
         sequences = answers.behind(input_ids)
@@ -289,17 +289,14 @@ class BatchDecoding:
             return sequences
         return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, past_key_values=cache)
 
-    def _cut(self, prepared: Prepared) -> tuple[int, bool]:
-        """(in how many sessions the rows go on, whether they take drafts)"""
-        rows = len(prepared.input_ids)
-        if rows == 1:
-            return 1, self._options.drafts
-        if not self._may_part or not prepared.is_by_row:
-            return 1, False
-        if self._options.fixed is not None and rows <= ROWS.most_drafted:
-            return rows, True
-        stages = self._blocks.stages(rows, int(prepared.config.max_length))
-        return self._batches.cut(rows, *stages, self._options.drafts)
+    def _parts(self, prepared: Prepared) -> bool:
+        """Whether rows go on each in a session of its own, with drafts."""
+        rows, options = len(prepared.input_ids), self._options
+        if rows == 1 or not options.drafts or not self._may_part or not prepared.is_by_row:
+            return False
+        if options.fixed is not None and rows <= ROWS.most_drafted:
+            return True
+        return draft_apart(rows, *self._blocks.stages(rows, int(prepared.config.max_length)), self._gain.gain)
 
     def _run_together(self, part: Part) -> None:
         """All rows in one session; prompts go through the model in the caller's thread, which may be `prompted`."""
@@ -307,38 +304,28 @@ class BatchDecoding:
         embedding = part.begin()
         part.session.call(lambda _: part.extend(embedding))
         self.drafts = (part.session.drafting.counts - before).fields()
-        if self._may_part:
-            self._batches.paces.note([(len(part.prepared.input_ids), part.session.pace)])
 
-    def _run_apart(self, prepared: Prepared, answers: Answers, count: int, options: GenerateOptions) -> None:
-        """In `count` sessions at once. Raises the first error of one, after all have ended."""
+    def _run_apart(self, prepared: Prepared, answers: Answers, options: GenerateOptions) -> None:
+        """Each row in a session of its own. Raises the first error of one, after all have ended."""
         rows = len(prepared.input_ids)
         draws = RowDraws(rows)
-        plans = self._session.drafting.of_rows(rows) if options.drafts else []
         parts: list[Part] = []
         with ExitStack() as stack:
-            for index in range(count):
-                those = slice(index * rows // count, (index + 1) * rows // count)
+            for index, plan in enumerate(self._session.drafting.of_rows(rows)):
                 cache = RemoteCache(self._session)
-                own = prepared.part(those, cache)
+                own = prepared.part(slice(index, index + 1), cache)
                 if index:
                     length = self._session.max_length - own.hidden
                     cache.session = stack.enter_context(self._blocks.inference_session(length))
                 session: InferenceSession = cache.session
-                if plans:
-                    session.drafting = plans[index]
-                sampler = ProcessorSampler(own, answers, those.start, draws)
+                session.drafting = plan
+                sampler = ProcessorSampler(own, answers, index, draws)
                 parts.append(Part(self._local, session, own, sampler, options))
             self._session.runtime.call(_run_all, parts)
         if prepared.config.do_sample:
             draws.finish(max(map(len, answers.made)))
-        if not options.drafts:
-            self._batches.paces.note([(len(part.prepared.input_ids), part.session.pace) for part in parts])
-            return
         counts = [part.session.drafting.counts for part in parts]
         self.drafts = {**sum_of(counts).fields(), "rows": [one.fields() for one in counts]}
-        steps = [len(row) - 1 - one.accepted for row, one in zip(answers.made, counts, strict=True)]
-        self._batches.note_drafted({part.session.pace.route for part in parts}, answers.seconds, steps)
 
 
 async def _run_all(parts: Sequence[Part]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -26,7 +25,6 @@ from ..session.compared_session import Session
 from ..session.session import ClientSession
 from ..session.stream import SessionSpec
 from ..session_adapter import SessionAdapter
-from .row_groups import Pace, route_of
 from .runtime import TrioThread
 
 
@@ -41,7 +39,6 @@ class InferenceSession:
         tokens: token ids per row, if the session holds what `generate` sent; else None.
         adapter: applies to the blocks in this session instead of the adapter that the model was opened with.
         drafting: what drafts of `generate` have brought so far.
-        pace: what its decode steps have taken so far.
         runtime: the trio thread that its steps run in.
     """
 
@@ -60,7 +57,6 @@ class InferenceSession:
         self.max_length = max_length
         self.tokens: list[list[int]] | None = None
         self.drafting = DraftPlan()
-        self.pace = Pace()
         self.runtime = runtime
         self._span = span
         self._wait = wait
@@ -88,12 +84,6 @@ class InferenceSession:
         if self._session is None:
             return []
         return [(hop.peer_id, (hop.span.start, hop.span.end)) for hop in self._session.route]
-
-    def note_step(self, token: object = None) -> None:
-        """A decode step was answered, which this token follows from."""
-        session = self._session
-        if isinstance(session, ClientSession):
-            self.pace.note(time.perf_counter(), route_of(session.route), session.timings)
 
     @property
     def recoveries(self) -> int:
@@ -185,8 +175,6 @@ class InferenceSession:
             if isinstance(session, ClientSession):
                 step = partial(session.step, outputs=outputs)
             output = from_chunks(self.runtime.call(step, chunks, tuple(reorder)))
-            if hidden.shape[1] == 1:
-                self.note_step()
             return output.to(hidden.device)
 
     def call(self, function: Callable[[Session], Awaitable[Any]]) -> Any:

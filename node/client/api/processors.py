@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -108,22 +107,14 @@ class Answers:
         self.padding = padding
         self.streamer = streamer
         self._ended = [False] * rows
-        self._times = [(0.0, 0.0)] * rows
         self._shown = 0
         self._lock = threading.Lock()
 
-    @property
-    def seconds(self) -> list[float]:
-        """From the first token of each row to its last."""
-        return [last - first for first, last in self._times]
-
     def take(self, first: int, tokens: Sequence[int], ended: Sequence[bool]) -> None:
         """The next tokens of the rows from `first` on, as far as these have not ended; `ended`: which do so now."""
-        now = time.perf_counter()
         with self._lock:
             for row, token in enumerate(tokens, first):
                 if not self._ended[row]:
-                    self._times[row] = (self._times[row][0] if self.made[row] else now, now)
                     self.made[row].append(token)
             self._ended[first : first + len(ended)] = ended
             while self.streamer is not None and self._is_whole(self._shown):

@@ -29,7 +29,6 @@ from ..request import WireTensor
 from ..session.stream import SessionSpec
 from ..session_adapter import SessionAdapter
 from .inference_session import InferenceSession
-from .row_groups import Route, route_of
 from .runtime import TrioThread
 
 
@@ -149,11 +148,11 @@ class RemoteSequential(nn.Module):
             adapter=adapter,
         )
 
-    def stages(self, rows: int, length: int) -> tuple[Route, list[float], float]:
+    def stages(self, rows: int, length: int) -> tuple[list[float], float]:
         """As `ServerSelection.stages`, for a session of `rows` rows with `length` tokens each."""
         spec = SessionSpec(b"", self.span, rows, length)
-        hops, step_seconds, trip_seconds = self._runtime.call(self._runtime.value.stages, spec)
-        return route_of(hops), step_seconds, trip_seconds
+        step_seconds, trip_seconds = self._runtime.call(self._runtime.value.stages, spec)
+        return step_seconds, trip_seconds
 
     def forward(
         self,

@@ -42,7 +42,7 @@ class Answering:
     tokens: list[Token]
     limit: int
     sampler: TokenSampler
-    on_token: Callable[[Token], object]
+    on_token: Callable[[Token], object] = lambda token: None
     stop: trio.Event = field(default_factory=trio.Event)
     stop_tokens: frozenset[int] = frozenset()
     ended: bool = False

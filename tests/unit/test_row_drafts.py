@@ -1,4 +1,4 @@
-"""In how many groups the rows of a batch go through a chain."""
+"""Whether the rows of a batch take drafts, each in a session of its own."""
 
 from __future__ import annotations
 
@@ -16,45 +16,8 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from petalnode.node.client.api import row_groups
 from petalnode.node.client.api.processors import Prepared
-from petalnode.node.client.api.row_groups import (
-    DRAFTED,
-    ROWS,
-    Batches,
-    Measured,
-    Paces,
-    draft_apart,
-    groups,
-    lookup_gain,
-)
-
-
-@pytest.mark.parametrize(
-    ("rows", "step_seconds", "trip_seconds", "expected"),
-    [
-        (12, [0.03, 0.03, 0.03], 0.0, 3),  # as many as servers, all of which are busy then
-        (16, [0.03, 0.03], 0.1, 4),  # more, as some are on their way
-        (3, [0.03, 0.03, 0.03], 0.0, 3),
-        (3, [0.005, 0.005, 0.005], 0.0, 1),  # so few rows take hardly longer than one
-        (16, [0.1], 0.0, 1),  # one server has its batches
-        (3, [], 0.0, 1),  # no chain
-        (1, [0.03, 0.03], 0.0, 1),
-        (16, [0.0005, 0.0005], 0.001, 1),  # so short that the client's part is the longest
-        (16, [0.03, 0.001, 0.001], 0.0, 1),  # one of them does nearly all: its batches are worth more
-        (16, [0.005, 0.005, 0.005], 0.4, 1),  # the way takes nearly all
-    ],
-)
-def test_the_number_of_groups(rows: int, step_seconds: list[float], trip_seconds: float, expected: int) -> None:
-    assert groups(rows, step_seconds, trip_seconds) == expected
-
-
-def test_no_more_groups_than_rows_or_twice_servers() -> None:
-    for rows in range(1, 40):
-        for servers in range(1, 6):
-            count = groups(rows, [0.05] * servers, 0.0)
-            assert 1 <= count <= min(rows, 2 * servers, 8)
-            assert servers > 1 or count == 1
+from petalnode.node.client.api.row_drafts import ROWS, draft_apart, lookup_gain
 
 
 def by_row(processors: Sequence[Any] = (), criteria: Sequence[Any] = (), **more: Any) -> bool:
@@ -97,14 +60,6 @@ def test_part_of_the_rows_loses_common_padding(kind: str) -> None:
         assert part.processors[0].prompt_ignore_length.tolist() == list(range(1, 5))[rows]
 
 
-def test_drafting_rows_have_sessions_of_their_own() -> None:
-    batches, route = Batches(), (("a", 0, 2),)
-    assert batches.cut(4, route, [0.02] * 3, 0.2, True) == (4, True)
-    assert batches.cut(4, route, [0.02] * 3, 0.2, False) == (groups(4, [0.02] * 3, 0.2), False)
-    batches.gain = 1.0
-    assert batches.cut(4, route, [0.02] * 3, 0.2, True) == (groups(4, [0.02] * 3, 0.2), False)
-
-
 @pytest.mark.parametrize(
     ("rows", "step_seconds", "trip_seconds", "gain", "expected"),
     [
@@ -131,27 +86,3 @@ def test_hypothetical_drafts_are_counted_in_the_text() -> None:
     assert lookup_gain([(said, list(range(100, 140)))]) == 1.0
     assert lookup_gain([([*said, *said[:2]], said[2:32]), (said, list(range(100, 130)))]) == 60 / 32
     assert lookup_gain([]) == lookup_gain([(said, [])]) == 1.0
-
-
-def test_measured_batches_count_more_than_expected_ones() -> None:
-    def apart(gain: float, **rounds: float) -> bool:
-        known = {(4, {"together": 1, "drafted": DRAFTED}[name]): seconds for name, seconds in rounds.items()}
-        return draft_apart(4, [0.02] * 3, 0.2, gain, Measured(rounds=known))
-
-    assert apart(2.0) and not apart(2.0, together=0.1)
-    assert apart(2.0, drafted=0.3) and not apart(2.0, together=0.3, drafted=0.5)  # this machine has more to do by rows
-    assert apart(4.0, together=0.3, drafted=0.5)
-    assert not apart(2.6, together=0.3, drafted=0.6)
-
-
-def test_time_of_drafted_rows_is_kept_for_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(row_groups.time, "monotonic", lambda: now)
-    paces = Paces()
-    route, other = (("a", 0, 2),), (("b", 0, 2),)
-    paces.note_drafted(route, 4, 0.5)
-    paces.note_drafted(route, 8, 0.7)
-    assert paces.measured(route).rounds == {(4, DRAFTED): 0.5, (8, DRAFTED): 0.7}
-    assert not paces.measured(other).rounds
-    now = 1000.0
-    assert not paces.measured(route).rounds
