@@ -58,6 +58,7 @@ MODULES: Final = frozenset(
         "libp2p.transport.quic.stream",
         "multiaddr.resolvers",
         "prometheus_client",
+        "scipy.optimize",
         "torch._dynamo._trace_wrapped_higher_order_op",
         "transformers.distributed.checkpoint",
         "transformers.distributed.expert_parallel",
