@@ -32,10 +32,10 @@ _MAX_KEYS: Final = 4096
 _MAX_TENSORS: Final = 200_000
 _MAX_ENTRIES: Final = 4_000_000
 """Of all arrays together: a vocabulary of 262,144 tokens, with scores, types and merges, has 1,300,000."""
-_MAX_PARTS: Final = 1000
+MAX_PARTS: Final = 1000
 ABSENT: Final = ".absent"
 """Ends the name of a file that has the header of one whose tensors are not on this disk."""
-_PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+PART: Final = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _AGAIN = "Copy or download it again."
 
 
@@ -79,8 +79,8 @@ def gguf_parts(file: Path) -> tuple[Path, ...]:
     count = read_gguf_header(file).metadata.get("split.count", 1)
     if not isinstance(count, int) or count <= 1:
         return (file,)
-    named = _PART.fullmatch(file.name)
-    if named is None or int(named["count"]) != count or count > _MAX_PARTS:
+    named = PART.fullmatch(file.name)
+    if named is None or int(named["count"]) != count or count > MAX_PARTS:
         raise ModelError(
             f"{file} is one of {count} parts, which are found by their names (NAME-00001-of-{count:05}.gguf): give it "
             "its name again."

@@ -24,7 +24,7 @@ from ..checkpoint import write_gguf_note
 from ..folder import ModelFolder, open_folder
 from ..gguf.architectures import ARCHITECTURES, named
 from ..gguf.config import is_read_anew, read_gguf_config
-from ..gguf.header import gguf_parts, read_gguf_header
+from ..gguf.header import MAX_PARTS, PART, gguf_parts, read_gguf_header
 from ..gguf.weights import GgufWeights
 from ..progress import Progress
 
@@ -33,10 +33,8 @@ _FORMAT: Final = 2
 _OLD_FORMAT: Final = 1
 _TOKENIZER_BYTES: Final = 64 << 20
 _KIND: Final = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|MXFP4\w*|BF16|F16|F32))(?=[-.])", re.IGNORECASE)
-_PART: Final = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _NO_MODEL: Final = ("mmproj", "imatrix")
 _NAMED: Final = 12
-_MAX_PARTS: Final = 1000
 _log = logging.getLogger(__name__)
 
 
@@ -172,7 +170,7 @@ def choose_gguf(model_id: str, files: Iterable[str], wanted: str) -> tuple[str, 
     """
     every = set(files)
     models = [name for name in sorted(every) if name.lower().endswith(".gguf") and not _is_extra(name)]
-    first = [name for name in models if (part := _PART.fullmatch(name)) is None or int(part["number"]) == 1]
+    first = [name for name in models if (part := PART.fullmatch(name)) is None or int(part["number"]) == 1]
     if wanted.lower().endswith(".gguf"):
         found = [name for name in models if name == wanted]
     else:
@@ -184,13 +182,13 @@ def choose_gguf(model_id: str, files: Iterable[str], wanted: str) -> tuple[str, 
             f"{model_id!r} has {'several GGUF files' if found else 'no GGUF file'} {wanted!r}: name one of {named}"
             f" ({model_id}:KIND, or {model_id}/FILE.gguf)"
         )
-    part = _PART.fullmatch(found[0])
+    part = PART.fullmatch(found[0])
     if part is None:
         return (found[0],)
     count = int(part["count"])
-    names = [f"{part['name']}-{number:05}-of-{part['count']}.gguf" for number in range(1, min(count, _MAX_PARTS) + 1)]
+    names = [f"{part['name']}-{number:05}-of-{part['count']}.gguf" for number in range(1, min(count, MAX_PARTS) + 1)]
     missing = [name for name in names if name not in every]
-    if missing or not 1 <= count <= _MAX_PARTS:
+    if missing or not 1 <= count <= MAX_PARTS:
         raise ModelError(
             f"{model_id!r} is incomplete on the hub: of {count} parts {missing[:1] or 'too many'} is missing."
         )

@@ -54,7 +54,7 @@ FILES: Final[Mapping[str, Row]] = {
         "who published the model",
         "none: read by huggingface_hub, of a model that a person has chosen",
         "none: read by huggingface_hub, of a model that a person has chosen",
-        "node.models.sources.gguf_files._MAX_PARTS",
+        "node.models.gguf.header.MAX_PARTS",
         ("tests/attacks/test_lying_hub.py",),
         ("GGUF files on a hub",),
     ),
