@@ -106,10 +106,16 @@ def draw(printed: str, name: str, title: str) -> None:
 
 
 def play(played: Sequence[tuple[float, str]], name: str, title: str) -> None:
-    """Writes an asciicast (version 2) of what came when, in seconds of one clock."""
-    header = {"version": 2, "width": COLUMNS, "height": ROWS, "title": title}
-    events = [[round(when - played[0][0], 3), "o", text] for when, text in played]
-    Path(__file__).with_name(name).write_text("".join(f"{json.dumps(line)}\n" for line in [header, *events]))
+    """Writes an asciicast (version 2) of what came when, in seconds of one clock; of a bar's pictures one a second."""
+    lines: list[object] = [{"version": 2, "width": COLUMNS, "height": ROWS, "title": title}]
+    drawn = float("-inf")
+    for when, text in played:
+        is_bar = text.startswith("\r\x1b[2K") and "\n" not in text
+        if not is_bar or when - drawn >= 1:
+            lines.append([round(when - played[0][0], 3), "o", text])
+            drawn = when if is_bar else float("-inf")
+    made = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
+    Path(__file__).with_name(name).write_text(made, encoding="utf-8")
 
 
 def demo(question: str) -> None:
