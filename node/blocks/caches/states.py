@@ -144,7 +144,7 @@ class StateRing:
         tensors = [state for kept in self._kept for state in kept.states.values()]
         tensors += [kept.entered for kept in self._kept if kept.entered is not None]
         inputs = [one for kept in self._kept for _, inputs in kept.inputs for one in inputs.values()]
-        return sum(one.nbytes for one in (*tensors, *inputs))
+        return sum(tensor.nbytes for tensor in tensors) + sum(one.nbytes for one in inputs)
 
     @classmethod
     def bytes_per_row(cls, specs: Sequence[StateSpec]) -> int:

@@ -130,7 +130,7 @@ class _RuleInputs(StateInputs):
 
     def behind(self, state: torch.Tensor, tokens: int) -> torch.Tensor:
         parts = torch.split(self.given[0], [math.prod(size) for size in self.sizes], dim=2)
-        key, value, beta, decay = (part.unflatten(2, size) for part, size in zip(parts, self.sizes, strict=True))
+        key, value, beta, decay = (part.view(*part.shape[:2], *size) for part, size in zip(parts, self.sizes, strict=True))
         return DeltaInputs((key, value, decay, beta), self.kernels, usable_threads(), True).behind(state, tokens)
 
 
