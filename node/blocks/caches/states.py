@@ -55,7 +55,7 @@ class StateInputs:
 
     def behind(self, state: torch.Tensor, tokens: int) -> torch.Tensor:
         """What `state`, which may be changed in place, becomes with the first `tokens` of them."""
-        seen = torch.cat([state, self.given[0][:, :tokens].transpose(1, 2)], dim=2)
+        seen = torch.cat([state, self.given[0][:, :tokens].movedim(1, -1)], dim=-1)
         return seen[..., tokens:].contiguous()
 
 
@@ -348,7 +348,7 @@ class StateView(Cache):  # type: ignore[misc]  # transformers is untyped here
         else:
             size = before.shape[-1]
             seen = torch.cat([before, conv_states], dim=-1)
-        inputs = None if before is None else StateInputs([conv_states.transpose(1, 2)])
+        inputs = None if before is None else StateInputs([conv_states.movedim(-1, 1)])
         self._ring.put(name, seen[..., -size:].clone(), inputs)
         return seen
 
