@@ -129,8 +129,10 @@ class _RuleInputs(StateInputs):
     kernels: ctypes.CDLL
 
     def behind(self, state: torch.Tensor, tokens: int) -> torch.Tensor:
-        parts = torch.split(self.given[0], [math.prod(size) for size in self.sizes], dim=2)
-        key, value, beta, decay = (part.view(*part.shape[:2], *size) for part, size in zip(parts, self.sizes, strict=True))
+        given = self.given[0]
+        parts = torch.split(given, [math.prod(size) for size in self.sizes], dim=2)
+        shapes = (given.shape[:2] + size for size in self.sizes)
+        key, value, beta, decay = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
         return DeltaInputs((key, value, decay, beta), self.kernels, usable_threads(), True).behind(state, tokens)
 
 
