@@ -157,13 +157,7 @@ def test_a_chat_through_a_relay_shows_its_route(tmp_path: Path, kind: str) -> No
 
 
 def test_a_chat_goes_on_behind_a_stopped_answer(node_starter: Nodes, tmp_path: Path) -> None:
-    folder, server = served(node_starter, tmp_path)
-    page = ChatPage(node_starter, "chromium")
-    page.open()
-    page.allow(LONG)
-    page.join(server.address)
-    page.ask("how does it go on?")
-    until(lambda: any(node["route"]["tokens"] >= 8 for node in page.answers()), "eight tokens")
+    folder, _, page = begun(node_starter, tmp_path)
     page.run("document.querySelector('button.stop').click()")
     until(lambda: page.answers()[0]["state"] == "stopped", "that it has stopped")
     first = page.answers()[0]
@@ -196,6 +190,18 @@ def served(nodes: Nodes, tmp_path: Path) -> tuple[Path, ReadyNode]:
     return folder, nodes.server(folder, "0:6", "--listen", WS, *SHARED)
 
 
+def begun(nodes: Nodes, tmp_path: Path) -> tuple[Path, ReadyNode, ChatPage]:
+    """A model, its server, and a page with eight tokens of a long answer to "how does it go on?"."""
+    folder, server = served(nodes, tmp_path)
+    page = ChatPage(nodes, "chromium")
+    page.open()
+    page.allow(LONG)
+    page.join(server.address)
+    page.ask("how does it go on?")
+    until(lambda: any(node["route"]["tokens"] >= 8 for node in page.answers()), "eight tokens")
+    return folder, server, page
+
+
 def test_full_storage_costs_no_answer(node_starter: Nodes, tmp_path: Path) -> None:
     """Neither parts of the model nor chats fit into it: they last as long as the page."""
     folder, server = served(node_starter, tmp_path)
@@ -223,13 +229,7 @@ def renderers(pid: int) -> list[int]:
 
 def test_a_tab_that_slept_goes_on(node_starter: Nodes, tmp_path: Path) -> None:
     """The server has given up the session by the time that it wakes. DevTools freezes no tab that playwright drives."""
-    folder, server = served(node_starter, tmp_path)
-    page = ChatPage(node_starter, "chromium")
-    page.open()
-    page.allow(LONG)
-    page.join(server.address)
-    page.ask("how does it go on?")
-    until(lambda: any(node["route"]["tokens"] >= 8 for node in page.answers()), "eight tokens")
+    folder, server, page = begun(node_starter, tmp_path)
     asleep = renderers(page.tab.pid)
     for pid in asleep:
         os.kill(pid, signal.SIGSTOP)
