@@ -298,7 +298,8 @@ def check_tool(command: str) -> None:
         case ["python", script, *rest]:
             check_options(ROOT / script, rest)
         case ["pytest", *rest]:
-            known = {"-k", "-s", "-n", "--processor-time-by-file", "--hypothesis-profile"}
+            known = {"-k", "-s", "-n", "--dist", "--no-loadscope-reorder"}
+            known |= {"--processor-time-by-file", "--hypothesis-profile"}
             assert {word for word in rest if word.startswith("-")} <= known, command
             assert all((ROOT / word).exists() for word in rest if word.startswith("tests")), command
         case _:
