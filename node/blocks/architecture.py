@@ -74,7 +74,7 @@ _STATES: Final = frozenset(
     )
 )
 """Architectures whose states go by the calls of transformers' caches alone: tried by `make sweep`."""
-_INDEXED: Final = frozenset({"axk2", "deepseek_v32", "glm_moe_dsa", "qwen4_exp_text"})
+_INDEXED: Final = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "qwen4_exp_text"})
 """Those whose blocks choose the tokens for attention, each by an index of its own."""
 _SHARING: Final = frozenset({"gemma3n_text", "gemma4_text"})
 """Those whose last blocks take keys and values of earlier ones, which hand them on within a pass."""

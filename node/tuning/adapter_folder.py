@@ -84,13 +84,12 @@ def _peft_config(tuned: Tuned, note: AdapterNote) -> dict[str, Any]:
             "layers_pattern": None,
             "modules_to_save": heads or None,
         }
-    config_of = tuned.model.config
     return config | {
         "peft_type": "PROMPT_TUNING",
         "num_virtual_tokens": module.num_virtual_tokens,
         "token_dim": module.prompt_embeddings.shape[1],
         "num_transformer_submodules": 1,
-        "num_attention_heads": getattr(config_of, "num_attention_heads", None),
+        "num_attention_heads": tuned.model.config.to_dict().get("num_attention_heads"),  # blocks may have others
         "num_layers": tuned.model.num_blocks,
         "prompt_tuning_init": "RANDOM",
         "modules_to_save": heads or None,

@@ -111,9 +111,11 @@ def fill(model: torch.nn.Module) -> None:
 
 def _default(made: Any) -> Any:
     try:
-        return made()
+        default = made()
     except Exception:  # some have no defaults
         return None
+    default.allow_global_per_layer_attribute_access = True
+    return default
 
 
 def _shrunk(made: Any, rules: dict[str, int], over: dict[str, Any]) -> dict[str, Any]:
