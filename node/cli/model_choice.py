@@ -241,7 +241,9 @@ async def folder_from_peers(swarm: Swarm, model: str, output: Output, need: Need
     """
     with ProgressBars(output.errors) as bars:
         remote = await find_instead(swarm, model, bars, why)
-        output.note(f"fetching {remote.name} ({remote.version.hex()[:12]}) from peers of the swarm")
+        if remote.missing(need):
+            named = f"{remote.name} ({remote.version.hex()[:12]})"
+            output.note(f"{named} cannot be downloaded here: peers of the swarm hand it on, and it stays on this disk")
         return await remote.fetch(need, bars)
 
 

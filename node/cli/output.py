@@ -11,7 +11,16 @@ from contextlib import suppress
 from typing import Any, Final, Self
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TransferSpeedColumn,
+)
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -106,6 +115,17 @@ class Output:
         say_error(text)
 
 
+class _Known(ProgressColumn):
+    """Another column, where it is known how much there is to do: else rich says "0/? bytes" and "?"."""
+
+    def __init__(self, column: ProgressColumn) -> None:
+        super().__init__()
+        self._column = column
+
+    def render(self, task: Task) -> RenderableType:
+        return Text() if task.total is None else self._column.render(task)
+
+
 class ProgressBars:
     """Renders `models.Progress` calls as bars on standard error; silent where that is no terminal.
 
@@ -116,8 +136,8 @@ class ProgressBars:
         self._bars = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
+            _Known(DownloadColumn()),
+            _Known(TransferSpeedColumn()),
             console=console,
             transient=True,
             disable=not console.is_terminal,

@@ -27,16 +27,13 @@ from ..models.gguf.header import ABSENT
 from ..models.manifest import MANIFEST_FILE, MAX_CONFIG_BYTES, MAX_FILE_BYTES, canonical_architecture, write_manifest
 from ..models.part_headers import gguf_header, safetensors_header
 from ..models.progress import Progress
-from ..models.sources.hub_parts import NAME_FILE, RESTRICTED
+from ..models.sources.hub_parts import NAME_FILE, PEERS_KEY, RESTRICTED, TEXTS_DONE
 
-_FORMAT: Final = 1
 _CONFIG_LIMITS: Final = JsonLimits(MAX_CONFIG_BYTES, values=100_000, depth=32)
 _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 MAX_TEXT_BYTES: Final = 64 << 20
 """Of all the tokenizer's files that a peer hands on together; those of real models have up to 40 MiB."""
 _MAX_TEXT_FILES: Final = 64
-_TEXTS_DONE: Final = "texts.done"
-_KEY: Final = "peers-"
 _WRITER: Final = "writing.pid"
 
 
@@ -153,13 +150,17 @@ class PeerFolder:
 
     @staticmethod
     def key_of(manifest: Manifest) -> str:
-        return f"{_KEY}{manifest.version.hex()[:32]}-{_FORMAT}"
+        return PEERS_KEY.format(manifest.version.hex()[:32])
+
+    @staticmethod
+    def is_at(path: Path) -> bool:
+        return (path / "trees").is_dir()
 
     @staticmethod
     def kept(name: str, pinned: str) -> list[Manifest]:
         """The manifests of versions of this model, with the digits `pinned`, that have a folder here."""
         found = []
-        for path in imported_folder(_KEY).parent.glob(f"{_KEY}*-{_FORMAT}"):
+        for path in imported_folder("any").parent.glob(PEERS_KEY.format("*")):
             with suppress(OSError, ModelError, UnicodeDecodeError):
                 if (path / NAME_FILE).read_text() == name and (path / MANIFEST_FILE).stat().st_size <= MAX_FILE_BYTES:
                     manifest = Manifest.from_json((path / MANIFEST_FILE).read_bytes())
@@ -326,7 +327,7 @@ class PeerFolder:
 
     @property
     def has_texts(self) -> bool:
-        return (self.path / _TEXTS_DONE).exists()
+        return (self.path / TEXTS_DONE).exists()
 
     def write_texts(self, tree: Tree, data: bytes) -> None:
         """Writes the tokenizer's files, one behind the other in `data`, whose pieces were checked.
@@ -341,11 +342,11 @@ class PeerFolder:
                 new.write_bytes(data[place : place + entry.nbytes])
                 new.rename(self.path / entry.name)
                 place += entry.nbytes
-            (self.path / _TEXTS_DONE).write_text(tree.digest.hex() + "\n")
+            (self.path / TEXTS_DONE).write_text(tree.digest.hex() + "\n")
 
 
 def stored_trees(folder: ModelFolder, manifest: Manifest) -> dict[int, Tree]:
     """The trees of all parts if the folder came from peers. Others may need them though the parts are not here."""
-    if not (folder.path / "trees").is_dir():
+    if not PeerFolder.is_at(folder.path):
         return {}
     return dict(PeerFolder.open(folder.name, manifest, folder.path).trees)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +17,7 @@ from transformers import AutoTokenizer
 
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.errors import ModelError
+from petalnode.node.models import resolve
 from tests.swarm.processes import LOOPBACK, Node, Outcome, environment, nodes, petalnode, until
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_gguf import write_tiny_gguf
@@ -38,12 +44,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts servers, each on a machine of its own: `start(MACHINE, MODEL, OPTION...)`."""
     with nodes(tmp_path / "nodes") as started:
 
-        def begin(machine: str, model: str | Path, *options: str, program: str = "petalnode") -> Node:
+        def begin(machine: str, model: str | Path, *options: str, program: str = "petalnode", **extra: str) -> Node:
             home = tmp_path / machine
             home.mkdir(exist_ok=True)
             own = ("--until-eof", "--json", "--listen", LOOPBACK, "--identity", str(home / "key"))
             command = ("serve", str(model), *own, *options)
-            env = environment(home, PETALNODE_CHECK_INTERVAL="1")
+            env = environment(home, PETALNODE_CHECK_INTERVAL="1", **extra)
             node = Node(*command, env=env) if program == "petalnode" else _Program(program, *command, env=env)
             return started._kept(node)
 
@@ -57,11 +63,11 @@ class _Program(Node):
         super(Node, self).__init__([sys.executable, "-m", program, *arguments], env)
 
 
-def chat(home: Path, model: str | Path, *peers: Node) -> Outcome:
+def chat(home: Path, model: str | Path, *peers: Node, **extra: str) -> Outcome:
     home.mkdir(exist_ok=True)
     joining = [part for peer in peers for part in ("--peer", peer.address)]
     asked = ("--prompt", "the cat", "--max-new-tokens", "12", "--yes", "--json")
-    return petalnode("chat", str(model), *joining, *asked, env=environment(home))
+    return petalnode("chat", str(model), *joining, *asked, env=environment(home, **extra))
 
 
 def cached(home: Path) -> list[Path]:
@@ -164,3 +170,45 @@ def test_whoever_does_not_share_is_not_fetched_from(start: Start, folder: Path, 
     answer = chat(tmp_path / "laptop", NAME, whole)
     assert answer.code == 3
     assert f"no peer hands on {NAME}" in answer.err
+
+
+class _PackageIndex(SimpleHTTPRequestHandler):
+    """Counts what it is asked for."""
+
+    def log_message(self, *_: object) -> None:
+        self.server.asked += 1  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
+    """A package index that has nothing."""
+    (tmp_path / "index").mkdir()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_PackageIndex, directory=str(tmp_path / "index")))
+    server.asked = 0  # type: ignore[attr-defined]
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    yield server
+    server.shutdown()
+    serving.join()
+    server.server_close()
+
+
+def test_index_is_asked_until_peers_have_helped(start: Start, index: Any, tmp_path: Path) -> None:
+    home = tmp_path / "has-it" / "cache" / "petalnode" / "models"
+    home.mkdir(parents=True)
+    package = resolve("smollm2").path
+    (home / package.name).symlink_to(package)
+    pip = {"PIP_INDEX_URL": f"http://127.0.0.1:{index.server_port}/simple", "PIP_CONFIG_FILE": os.devnull}
+    pip |= {"PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": ""}
+    whole = start("has-it", "smollm2", "--new-swarm", "--blocks", "0:30", **pip)
+    assert whole.ready and not index.asked
+    for is_first in (True, False):
+        index.asked = 0
+        answer = chat(tmp_path / "laptop", "smollm2", whole, **pip)
+        assert answer.code == 0, answer
+        said = answer.err.count("cannot be downloaded here: peers of the swarm hand it on")
+        assert (said, bool(index.asked)) == (is_first, is_first), answer
+        index.asked = 0
+        server = start("laptop", "smollm2", "--peer", whole.address, "--blocks", f"{2 * is_first}:4", **pip)
+        assert server.ready["model_version"] == whole.ready["model_version"]
+        assert server.stop() == 0 and not index.asked

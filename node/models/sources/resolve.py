@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from ..disk_limit import BeforeDownload, no_disk_limit
 from ..folder import ModelFolder, open_folder
 from ..parts import Need
 from ..progress import Progress, no_progress
-from .alias import ALIASES, import_alias
+from .alias import ALIASES, import_alias, kept_folder
 from .gguf_files import open_gguf
 from .hub import fetch
+from .hub_parts import TEXTS_DONE
 
 DEFAULT_MODEL = "smollm2"
 
@@ -89,8 +91,18 @@ def resolve(
     pinned = None
     if isinstance(model, str):
         name, pinned = split_version(name)
-    folder = _find(name, isinstance(model, str), need, progress, revision, offline, before_download)
+    folder = _kept(name, pinned, need) if isinstance(model, str) and name in ALIASES and revision is None else None
+    folder = folder or _find(name, isinstance(model, str), need, progress, revision, offline, before_download)
     return replace(folder, pinned=pinned, asked=name)
+
+
+def _kept(name: str, pinned: str | None, need: Need) -> ModelFolder | None:
+    """The aliased model as peers have handed it on, if `need` is all there."""
+    with suppress(ModelError):
+        folder = kept_folder(name, pinned)
+        if folder is not None and (need not in ("client", "all") or (folder.path / TEXTS_DONE).exists()):
+            return _checked(folder, need)
+    return None
 
 
 def _find(

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import trio
 
 from ....protocols.ids import Span
-from ...errors import ModelError
+from ...errors import ModelError, SwarmError
 from ...models import (
     Manifest,
     ModelFolder,
@@ -27,7 +27,8 @@ from ...models.manifest import canonical_architecture
 from ...models.progress import Progress
 from ...swarm.swarm import Swarm
 from ...swarm.versions import choose_version, used_before
-from ...weights.remote_model import RemoteModel, find_instead
+from ...weights.remote_model import RemoteModel, find_instead, find_remote_model
+from ...weights.store import PeerFolder
 from .options import ServerOptions
 
 T = TypeVar("T")
@@ -66,12 +67,20 @@ class ModelSource:
         if self._whole:
             return self.folder.path
         if self._remote is not None:
-            part = await self._remote.fetch(span, self._progress, max_disk=self._options.max_disk)
+            part = await self._from(self._remote, span)
         else:
             part = await in_thread(lambda: _fetch(self._options, span, self._progress))
         await in_thread(lambda: verify_part(part, self.manifest, span, self._progress))
         self._verified()
         return part.path
+
+    async def _from(self, remote: RemoteModel, span: Span) -> ModelFolder:
+        try:
+            return await remote.fetch(span, self._progress, max_disk=self._options.max_disk)
+        except SwarmError:  # what could not be downloaded when others had it may be where it is public now
+            with suppress(ModelError):
+                return await in_thread(lambda: _fetch(self._options, span, self._progress))
+            raise
 
 
 async def find_source(
@@ -120,7 +129,13 @@ async def find_folder(
         SwarmError: peers have it, and do not hand it on.
     """
     try:
-        return await in_thread(lambda: _fetch(options, "config", progress)), None
+        folder = await in_thread(lambda: _fetch(options, "config", progress))
+        if not PeerFolder.is_at(folder.path):
+            return folder, None
+        with suppress(SwarmError):
+            remote = await find_remote_model(swarm, options.model, progress)
+            return await remote.fetch("config", progress), remote
+        return folder, None
     except ModelError as error:
         remote = await find_instead(swarm, options.model, progress, error)
         return await remote.fetch("config", progress), remote
