@@ -280,6 +280,8 @@ class Chatter:
             why = "stopped" if stopped is not None else ""
             if not why and self.stops_repetition and repeats(said):
                 why = "stopped, because it only repeated itself; /retry asks again"
+            elif not why and not self.once and len(said) >= self.sampling.max_new_tokens:
+                why = f"cut after {len(said)} tokens; /set max_new_tokens {2 * len(said)} lets answers be longer"
             self._tell(text, len(said), seconds, recoveries, disagreed, drafts, why)
         finally:
             self._keep(fitted.plus("assistant", text), finished=True)

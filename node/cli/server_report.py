@@ -306,7 +306,8 @@ class ServerReport:
 def in_words(event: str, fields: dict[str, Any]) -> str:
     """What an event of a server that runs is to a person; empty for one that says nothing."""
     sessions = fields.get("sessions", 0)
-    moving = f" when {sessions} sessions have moved to other servers" if sessions else ""
+    left = "1 session has" if sessions == 1 else f"{sessions} sessions have"
+    moving = f" when {left} moved to other servers" if sessions else ""
     match event:
         case "moving":
             (start, end), (first, last) = fields["blocks"], fields["to"]
@@ -317,7 +318,7 @@ def in_words(event: str, fields: dict[str, Any]) -> str:
         case "stopping":
             return f"stopping{f',{moving} (again Ctrl-C: at once)' if sessions else ''} ..."
         case "pausing":
-            leaving = f", when {sessions} sessions have moved or ended" if sessions else ""
+            leaving = f", when {left} moved or ended" if sessions else ""
             return f"pausing{leaving}: {fields['reason']}"
         case "paused":
             return "paused: nobody is served"

@@ -98,7 +98,8 @@ async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: 
                         starting.start_soon(_start, nursery, output, *server)
             if scope.cancelled_caught:
                 raise MachineError(f"the servers were not ready within {READY_TIMEOUT:.0f} s")
-            output.say(f"to join it from this machine:  {join_command(near_link(swarm, LinkWishes()), None)}")
+            if prompt is None:  # with one question all is over before anybody could join
+                output.say(f"to join it from this machine:  {join_command(near_link(swarm, LinkWishes()), None)}")
             if page is not None and served is not None:
                 await _serve_page(swarm, folder, page, *served, output)
             else:

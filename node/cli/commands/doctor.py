@@ -139,7 +139,7 @@ async def check_network(join: JoinOptions, output: Output) -> list[Finding]:
 
 async def _swarm(swarm: Swarm) -> Finding:
     servers = (await swarm.refresh(everything=True, timeout=WANTED.answer_wait)).servers(now=time.time())
-    return Finding("swarm", "ok", f"joined; {len(servers)} servers are known")
+    return Finding("swarm", "ok", f"joined; servers that are known: {len(servers)}")
 
 
 def are_here(peers: Sequence[str]) -> bool:

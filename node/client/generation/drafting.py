@@ -102,7 +102,8 @@ class DraftCounts:
     def __str__(self) -> str:
         if not self.steps:
             return ""
-        right = f", {self.accepted} of {self.drafted} drafted tokens right in {self.steps} steps"
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        right = f", {self.accepted} of {self.drafted} drafted tokens right in {steps}"
         return right + (f", about {self.gained:.1f} s gained" if self.gained >= 0.05 else "")
 
     def fields(self) -> dict[str, Any]:
