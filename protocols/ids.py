@@ -182,7 +182,8 @@ class Boundaries:
         streams: of hidden states beside each other (AltUp, arXiv 2301.13310).
         per_block: values of a token which a block gets for itself alone (per-layer inputs). Those of all blocks that
             are still to come stand behind the streams, in the order of the blocks.
-        together: blocks that share keys and values, which one server holds all of; None: there are none.
+        undivided: blocks that share keys and values, or the tokens that the first of them chose for attention. One
+            server holds all or none of each span. In order; they do not overlap.
         carried: blocks before this number get beside hidden states what entered the first block (Zamba, arXiv
             2405.16712). It travels behind the streams.
         axis: where blocks have that of the streams: 0, before rows; 2, behind tokens; 3, nowhere, since they take the
@@ -194,7 +195,7 @@ class Boundaries:
     num_blocks: int
     streams: int = 1
     per_block: int = 0
-    together: Span | None = None
+    undivided: tuple[Span, ...] = ()
     carried: int = 0
     axis: int = 0
     ids: int = 0
@@ -216,31 +217,52 @@ class Boundaries:
 
     def may_part(self, block: int) -> bool:
         """Whether one server may end before the block of this number, and another begin with it."""
-        return self.together is None or not self.together.start < block < self.together.end
+        return not any(span.start < block < span.end for span in self.undivided)
 
     def refusal(self, span: Span) -> str | None:
         """Why no server takes just these blocks, None if one does."""
-        if self.together is None or (self.may_part(span.start) and self.may_part(span.end)):
+        cut = [one for one in self.undivided if one.start < span.start < one.end or one.start < span.end < one.end]
+        if not cut:
             return None
-        first = min(span.start, self.together.start)
-        others = [Span(first, self.together.start)] if first < self.together.start else []
-        either = " or ".join(map(str, [*others, Span(first, max(span.end, self.together.end))]))
+        inner, outer = self.usable(span), Span(min(span.start, cut[0].start), max(span.end, cut[-1].end))
         return (
-            f"blocks {self.together} share keys and values, so that one server holds all of them: {span} cannot be "
-            f"served, take {either}"
+            f"one server holds all of the blocks {' and '.join(map(str, cut))}, which share keys and values, or a "
+            f"choice of tokens: {span} cannot be served, take {outer if inner is None else f'{inner} or {outer}'}"
         )
 
     def usable(self, span: Span) -> Span | None:
         """What of these blocks, which somebody claims to hold, can be used."""
-        if self.refusal(span) is None or self.together is None:
+        if not self.undivided:
             return span
-        return Span(span.start, self.together.start) if span.start < self.together.start else None
+        parts = [block for block in range(span.start, span.end + 1) if self.may_part(block)]
+        return Span(parts[0], parts[-1]) if len(parts) > 1 else None
 
     def most(self, count: int) -> int:
-        """How many blocks at most, and no more than `count`, one server may hold, 0 if none."""
-        if self.together is None or count >= len(self.together):
+        """How many blocks at most, and no more than `count`, one server may hold, 0 if none.
+
+        Servers keep their number of blocks when they move. So it is one that fits at half of the model's blocks, or at
+        half of those where a smaller number fits.
+        """
+        if not self.undivided:
             return count
-        return min(count, max(self.together.start, self.num_blocks - self.together.end))
+        parts = set(filter(self.may_part, range(self.num_blocks + 1)))
+        covered = dict[int, int]()
+        for length in range(1, min(count, self.num_blocks) + 1):
+            starts = sorted(start for start in parts if start + length in parts)
+            covered[length] = sum(min(length, after - start) for start, after in pairwise([*starts, self.num_blocks]))
+        half = max(covered.values(), default=0) / 2
+        return max((length for length, blocks in covered.items() if blocks and blocks >= half), default=0)
+
+    @property
+    def named(self) -> str:
+        """The undivided spans, for a message; of many the first two."""
+        first, more = ", ".join(map(str, self.undivided[:2])), len(self.undivided) - 2
+        return f"{first} and {more} more" if more > 0 else first
+
+    @property
+    def longest(self) -> Span | None:
+        """Of the undivided spans: some server has to have room for it. None: there are none."""
+        return max(self.undivided, key=len, default=None)
 
 
 ALIKE: Final = Boundaries(0, 0)

@@ -343,6 +343,16 @@ _STREAMS: dict[str, Any] = {
 }
 _SPARSE, _HEAVILY = "compressed_sparse_attention", "heavily_compressed_attention"
 _CROSSING_SPECS: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm_shared": (
+        "glm_moe_dsa",
+        {
+            **_LATENT,
+            "index_topk": 4,
+            "index_n_heads": 8,
+            "index_head_dim": 16,
+            "indexer_types": ["full", "full", "full", "shared", "full", "shared"],
+        },
+    ),
     "deepseek_v4": (
         "deepseek_v4",
         {
@@ -407,7 +417,7 @@ CUTS: dict[str, tuple[Span, ...]] = {
     kind: (Span(0, 1), Span(1, 2), Span(2, 6)) if "shared" in kind else (Span(0, 2), Span(2, 3), Span(3, 6))
     for kind in CROSSING
 }
-"""How three servers hold them: the last two blocks of those with shared keys and values take them of the two before."""
+"""How three servers hold them. What blocks share, they do among the blocks 2 to 5."""
 
 _ROUTED: dict[str, Any] = {"moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2}
 _BY_NAME_ONLY: dict[str, tuple[str, dict[str, Any]]] = {

@@ -74,8 +74,8 @@ _STATES: Final = frozenset(
     )
 )
 """Architectures whose states go by the calls of transformers' caches alone: tried by `make sweep`."""
-_INDEXED: Final = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "qwen4_exp_text"})
-"""Those whose blocks choose the tokens for attention, each by an index of its own."""
+_INDEXED: Final = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "qwen4_exp_text"})
+"""Those whose blocks choose the tokens for attention by an index."""
 _SHARING: Final = frozenset({"gemma3n_text", "gemma4_text"})
 """Those whose last blocks take keys and values of earlier ones, which hand them on within a pass."""
 _KEPT: Final = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer)
@@ -132,7 +132,7 @@ def windows_of(skeleton: Skeleton) -> list[int | None]:
     shared = [block for block, mode in enumerate(getattr(skeleton.config, "kv_sharing_modes", None) or ()) if mode]
     if shared and (
         skeleton.config.model_type not in _SHARING
-        or skeleton.boundaries.together != Span(min(shared), skeleton.num_blocks)
+        or skeleton.boundaries.undivided != (Span(min(shared), skeleton.num_blocks),)
     ):
         raise ModelError(_shares(named))
     windows: list[int | None] = []
@@ -150,7 +150,7 @@ def windows_of(skeleton: Skeleton) -> list[int | None]:
                     f"{named} with a window of {windows[-1]} tokens has, in transformers, other answers to a longer "
                     "prompt in one piece than in several: petalnode cannot serve it"
                 )
-        elif type(layer) in _KEPT or (type(layer) is DynamicIndexedLayer and _is_indexed(skeleton.config, named)):
+        elif type(layer) in _KEPT or (type(layer) is DynamicIndexedLayer and skeleton.config.model_type in _INDEXED):
             windows.append(None)
         else:
             raise ModelError(
@@ -158,14 +158,6 @@ def windows_of(skeleton: Skeleton) -> list[int | None]:
                 f"({type(layer).__name__}): petalnode cannot serve it yet"
             )
     return windows
-
-
-def _is_indexed(config: Any, named: str) -> bool:
-    if set(getattr(config, "indexer_types", None) or ()) - {"full"}:
-        raise ModelError(
-            f"some blocks of {named} look at the tokens that another one has chosen: petalnode cannot serve it yet"
-        )
-    return config.model_type in _INDEXED
 
 
 def _shares(named: str) -> str:

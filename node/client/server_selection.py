@@ -203,7 +203,7 @@ class ServerSelection:
                         + self._known.losses.penalty_seconds(server.peer_id, now)
                         + doubt(server.dtype, server.quantisation, server.device).seconds,
                         max_session_length=server.max_session_length,
-                        together=boundaries.together,
+                        undivided=boundaries.undivided,
                     )
                 )
         return self.trusted.restrict(found, self.model.num_blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -43,11 +44,14 @@ _CROSSING: Final = {
     "deepseek_v4": (4, 0, 0),
     "gemma3n_text": (4, 256, 15),
     "gemma4_text": (1, 256, 0),
+    "hy_v4": (4, 0, 0),
     "qwen4_exp_text": (4, 0, 0),
 }
 """What transformers takes for these fields where the configuration of such a model has none."""
-_STREAM_AXES: Final = {"deepseek_v4": 2, "qwen4_exp_text": 3}
+_STREAM_AXES: Final = {"deepseek_v4": 2, "hy_v4": 2, "qwen4_exp_text": 3}
 """As `Boundaries.axis`."""
+_INDEX_EVERY: Final = {"glm_moe_dsa": 1, "hy_v4": 4}
+"""Models in which blocks take the tokens that an earlier one chose; every how manieth chooses where nothing is said."""
 _MOST_STREAMS, _MOST_PER_BLOCK = 16, 4096
 TEXT_FIELDS = ("text_config", "llm_config", "language_config")
 
@@ -241,7 +245,8 @@ def boundaries_of(config: Mapping[str, Any], hidden: int, num_blocks: int) -> Bo
     shared, _ = _weights_shared(text, num_blocks)
     if not sharing:
         axis, ids = _STREAM_AXES.get(str(text.get("model_type")), 0), min(_blocks_with_ids(text), num_blocks)
-        return Boundaries(hidden, num_blocks, streams, per_block, None, max(shared, default=-1) + 1, axis, ids)
+        chosen = _by_one_choice(text, num_blocks)
+        return Boundaries(hidden, num_blocks, streams, per_block, chosen, max(shared, default=-1) + 1, axis, ids)
     kinds = text.get("layer_types")
     own = num_blocks - sharing
     if (
@@ -251,7 +256,28 @@ def boundaries_of(config: Mapping[str, Any], hidden: int, num_blocks: int) -> Bo
     ):
         raise ModelError("its layer_types do not say whose keys and values the last blocks take.")
     last = {str(kind): number for number, kind in enumerate(kinds[:own])}
-    return Boundaries(hidden, num_blocks, streams, per_block, Span(min(last.values()), num_blocks))
+    return Boundaries(hidden, num_blocks, streams, per_block, (Span(min(last.values()), num_blocks),))
+
+
+def _by_one_choice(text: Mapping[str, Any], num_blocks: int) -> tuple[Span, ...]:
+    """Blocks that look at the tokens which the first of them chose, by `indexer_types`, or as transformers makes these.
+
+    Raises:
+        ModelError: the configuration does not say which.
+    """
+    every = _INDEX_EVERY.get(str(text.get("model_type")))
+    if every is None:
+        return ()
+    kinds = text.get("indexer_types") or text.get("index_topk_pattern")
+    if kinds is None:
+        every = _first_integer(text, ("index_topk_freq",)) or every
+        offset = _first_integer(text, ("index_skip_topk_offset",))
+        first = 2 if offset is None else offset
+        kinds = ["F" if max(block - first + 1, 0) % every == 0 else "S" for block in range(num_blocks)]
+    if not isinstance(kinds, (list, str)) or len(kinds) != num_blocks or kinds[0] not in ("F", "full"):
+        raise ModelError("its indexer_types do not say which blocks choose the tokens that others look at.")
+    choosing = [block for block, kind in enumerate(kinds) if kind in ("F", "full")]
+    return tuple(Span(*ends) for ends in pairwise([*choosing, num_blocks]) if ends[1] - ends[0] > 1)
 
 
 def _blocks_with_ids(text: Mapping[str, Any]) -> int:

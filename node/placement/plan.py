@@ -36,7 +36,7 @@ class Policy:
 
     def starts(self, lengths: Ints, num_blocks: int) -> Bools | None:
         """Where spans of `lengths` int [R] may begin, bool [R, blocks]; None: everywhere."""
-        if self.boundaries is None or self.boundaries.together is None:
+        if self.boundaries is None or not self.boundaries.undivided:
             return None
         parts = np.array([self.boundaries.may_part(block) for block in range(num_blocks + 1)])
         ends = np.minimum(np.arange(num_blocks) + lengths[:, None], num_blocks)

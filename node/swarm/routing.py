@@ -56,8 +56,8 @@ class RouteCandidate:
     `forward_tokens_per_second` a long prefill (0: not measured, a token is as long as a step). `seconds_per_byte` is
     what a byte into or out of the server takes beyond the round trip. `penalty_seconds` makes a server that failed
     lately a last resort. A session longer than `max_session_length` tokens (None: no limit known) is never routed
-    there. Within `together` no chain goes from one server to another. The server holds all of these blocks of the model
-    or none.
+    there. Within a span of `undivided` no chain goes from one server to another: the server holds all of these blocks
+    of the model or none.
     """
 
     peer_id: str
@@ -71,7 +71,7 @@ class RouteCandidate:
     rtts: Mapping[str, float] = field(default_factory=dict, hash=False)
     penalty_seconds: float = 0.0
     max_session_length: int | None = None
-    together: Span | None = None
+    undivided: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ def _shortest(
     reached = np.empty((len(wanted) + 1, len(servers)))
     reached[1] = arriving + graph.hop + per_block[0]
     handed_over = graph.half + graph.hop
-    whole = {server.together for server in servers if server.together is not None}
+    whole = {blocks for server in servers for blocks in server.undivided}
     for done in range(1, len(wanted)):
         at = reached[done]
         if any(blocks.start < wanted.start + done < blocks.end for blocks in whole):

@@ -21,7 +21,18 @@ USUAL = (Span(0, 2), Span(2, 3), Span(3, 6))
 # What may differ: whole model and spans use other kernels for one token (packed heads, no mask).
 TOLERANCE = 1e-5
 # Their masks or positions are of one length for all rows, or attention changes what it is given.
-SINGLY = ("bloom", "falcon", "deepseek_v32", "deepseek_v4", "dots3_note", "llama4", "codegen", "gpt_neo_", "mpt")
+SINGLY = (
+    "bloom",
+    "falcon",
+    "deepseek_v32",
+    "deepseek_v4",
+    "dots3_note",
+    "glm_",
+    "llama4",
+    "codegen",
+    "gpt_neo_",
+    "mpt",
+)
 RAGGED = {*HYBRIDS, *(a for a in (*ARCHITECTURES, *CROSSING) if not a.startswith(SINGLY))}
 
 

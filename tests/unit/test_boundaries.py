@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from petalnode.node.blocks.stack import read_ids, written_ids
 from petalnode.node.client.core import CODEC_CHOICES, exact_for
@@ -40,12 +42,12 @@ EIGHT = boundaries_of(SHARING, 64, 8)
 
 
 def test_what_a_configuration_says() -> None:
-    assert Boundaries(64, 8, 1, 12, Span(3, 8)) == EIGHT
+    assert Boundaries(64, 8, 1, 12, (Span(3, 8),)) == EIGHT
     assert [EIGHT.width(block) for block in (0, 3, 8)] == [160, 124, 64]
     inside = {"model_type": "gemma4", "text_config": SHARING}
     assert ModelFolder("it", Path(), inside, 8, 64).boundaries == EIGHT
     usual = {"model_type": "gemma3n_text", "num_hidden_layers": 30, "layer_types": ["a", "a", "a", "a", "b"] * 6}
-    assert boundaries_of(usual, 64, 30) == Boundaries(64, 30, 4, 256, Span(13, 30))
+    assert boundaries_of(usual, 64, 30) == Boundaries(64, 30, 4, 256, (Span(13, 30),))
     assert boundaries_of({"num_hidden_layers": 8}, 64, 8) == Boundaries(64, 8)
 
 
@@ -100,6 +102,43 @@ def test_blocks_that_route_by_ids_are_counted(said: dict[str, Any], ids: int) ->
     assert (found.streams, found.axis, found.ids) == (4, 2, ids)
     with pytest.raises(ModelError, match="num_hash_layers"):
         boundaries_of({**DEEPSEEK, "num_hash_layers": "3"}, 64, 8)
+
+
+GLM: dict[str, Any] = {"model_type": "glm_moe_dsa", "num_hidden_layers": 11}
+GLM_SPANS = (Span(2, 6), Span(6, 10))
+
+
+@pytest.mark.parametrize(
+    ("said", "spans"),
+    [
+        ({}, ()),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, GLM_SPANS),
+        ({"index_topk_pattern": "FFFSSSFSSSF"}, GLM_SPANS),
+        ({"indexer_types": ["full"] * 3 + (["shared"] * 3 + ["full"]) * 2, "index_topk_freq": 2}, GLM_SPANS),
+        ({"model_type": "hy_v4", "hc_mult": 2}, (Span(1, 5), Span(5, 9), Span(9, 11))),
+    ],
+)
+def test_blocks_that_take_a_choice_stay_with_it(said: dict[str, Any], spans: tuple[Span, ...]) -> None:
+    """As transformers makes `indexer_types`."""
+    found = boundaries_of({**GLM, **said}, 64, 11)
+    assert found.undivided == spans
+    made = AutoConfig.for_model(**{**GLM, **said})
+    assert [not found.may_part(block) for block in range(11)] == [kind == "shared" for kind in made.indexer_types]
+
+
+@pytest.mark.parametrize("said", [["full"] * 10, ["shared", *["full"] * 10], 7, "SFFFFFFFFFF"])
+def test_choices_that_nobody_makes_are_refused(said: Any) -> None:
+    with pytest.raises(ModelError, match="indexer_types"):
+        boundaries_of({**GLM, "indexer_types": said}, 64, 11)
+
+
+def test_between_several_undivided_spans_servers_part() -> None:
+    found = Boundaries(64, 11, undivided=GLM_SPANS)
+    assert [found.most(count) for count in (1, 3, 4, 7, 9, 11)] == [1, 2, 4, 6, 9, 11]
+    assert found.usable(Span(1, 9)) == Span(1, 6) and found.usable(Span(3, 11)) == Span(6, 11)
+    assert found.usable(Span(3, 5)) is None and found.refusal(Span(2, 10)) is None
+    assert str(found.refusal(Span(1, 9))).endswith("1:9 cannot be served, take 1:6 or 1:10")
+    assert str(found.refusal(Span(3, 8))).endswith("3:8 cannot be served, take 2:10")
 
 
 def test_first_input_travels_to_its_last_reader() -> None:
@@ -169,7 +208,7 @@ def test_how_many_blocks_a_server_takes() -> None:
     with pytest.raises(BadInput, match="at most 3, or at least 5"):
         check_blocks(ServerOptions("tiny", num_blocks=4), folder)
     all_of_one = {**SHARING, "num_kv_shared_layers": 7, "layer_types": ["full_attention"] * 8}
-    with pytest.raises(MachineError, match="0:8 of tiny share"):
+    with pytest.raises(MachineError, match=r"of tiny that share something .*\(0:8\)"):
         _parted(Sizing(6, "why", 5), ModelFolder("tiny", Path(), all_of_one, 8, 64))
 
 
@@ -191,8 +230,27 @@ def test_servers_part_where_the_model_allows_it(wishes: list[tuple[int, float]])
         assert not gaps([replace(one, span=left.get(one.peer_id, one.span)) for one in servers], 8)
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([1, 4, 5, 8, 9]), st.floats(0.5, 20)), min_size=4, max_size=8))
+def test_servers_are_placed_between_undivided_spans(wishes: list[tuple[int, float]]) -> None:
+    boundaries = Boundaries(64, 9, undivided=(Span(1, 5), Span(5, 9)))
+    policy = replace(DEFAULT, boundaries=boundaries)
+    servers: list[PlacedServer] = []
+    for number, (count, speed) in enumerate(wishes):
+        assert boundaries.most(count) == count
+        span = span_for_newcomer(servers, f"s{number}", speed, count, 9, policy=policy)
+        assert len(span) == count and boundaries.refusal(span) is None
+        servers.append(PlacedServer(f"s{number}", span, speed))
+    plan = make_plan(servers, 9, policy=policy)
+    assert all(boundaries.refusal(move.target) is None for move in plan.moves)
+    counts = [count for count, _ in wishes]
+    if 9 in counts or (1 in counts and counts.count(4) > 1) or (5 in counts and 4 in counts):
+        left = {move.peer_id: move.target for move in plan.moves}
+        assert not gaps([replace(one, span=left.get(one.peer_id, one.span)) for one in servers], 9)
+
+
 def server(name: str, start: int, end: int, step: float = 1.0) -> RouteCandidate:
-    return RouteCandidate(name, Span(start, end), 0.0, step, 1000, together=EIGHT.together)
+    return RouteCandidate(name, Span(start, end), 0.0, step, 1000, undivided=EIGHT.undivided)
 
 
 def test_no_chain_changes_the_server_among_shared_blocks() -> None:
@@ -208,11 +266,14 @@ def test_no_chain_changes_the_server_among_shared_blocks() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(swarms(), st.integers(0, 4), asks)
-def test_no_other_chain_that_is_possible_is_cheaper(candidates: list[RouteCandidate], first: int, ask: Demand) -> None:
-    boundaries = Boundaries(64, BLOCKS, together=Span(first, BLOCKS))
+@given(swarms(), st.sets(st.integers(1, BLOCKS - 1)), asks)
+def test_no_other_chain_that_is_possible_is_cheaper(
+    candidates: list[RouteCandidate], parting: set[int], ask: Demand
+) -> None:
+    ends = pairwise([0, *sorted(parting), BLOCKS])
+    boundaries = Boundaries(64, BLOCKS, undivided=tuple(Span(*one) for one in ends if one[1] - one[0] > 1))
     usable = [(candidate, boundaries.usable(candidate.span)) for candidate in candidates]
-    servers = [replace(one, span=span, together=boundaries.together) for one, span in usable if span is not None]
+    servers = [replace(one, span=span, undivided=boundaries.undivided) for one, span in usable if span is not None]
     chains = all_chains(servers, ALL)
     possible = [chain for chain in chains if all(boundaries.may_part(hop.span.start) for hop in chain)]
     if not possible:

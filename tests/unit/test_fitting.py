@@ -190,7 +190,7 @@ def test_client_holds_mtp_head_and_per_layer_embeddings(tmp_path: Path) -> None:
 def test_sharing_blocks_need_one_machine_with_room() -> None:
     model = known_model("Qwen3-8B")
     assert model is not None
-    shared = replace(model, boundaries=Boundaries(model.hidden, 36, together=Span(20, 36)))
+    shared = replace(model, boundaries=Boundaries(model.hidden, 36, undivided=(Span(20, 36),)))
     block = model.block_bytes("bf16")
     hosts = [MachineCapacity(f"m{number}", 12.5 * block, 1e11) for number in range(3)]
     assert fit_of(hosts, around(3), model, "bf16").fits

@@ -25,7 +25,7 @@ from petalnode.protocols.ids import Boundaries, Span
 BLOCKS = 4
 
 
-def some_fleet(seed: int, *, client: bool, trusted_blocks: int, shared: int | None) -> Fleet:
+def some_fleet(seed: int, *, client: bool, trusted_blocks: int, parting: set[int]) -> Fleet:
     """Three machines, two or three of them trusted."""
     chance = np.random.default_rng(seed)
     rtts = chance.random((3, 3))
@@ -37,7 +37,8 @@ def some_fleet(seed: int, *, client: bool, trusted_blocks: int, shared: int | No
         Machine(f"m{number}", int(blocks), float(block_seconds), trusted=bool(trusted))
         for number, (blocks, block_seconds, trusted) in enumerate(zip(room, seconds, own, strict=True))
     )
-    boundaries = None if shared is None else Boundaries(8, BLOCKS, together=Span(shared, BLOCKS))
+    spans = [Span(*ends) for ends in itertools.pairwise([0, *sorted(parting), BLOCKS]) if ends[1] - ends[0] > 1]
+    boundaries = Boundaries(8, BLOCKS, undivided=tuple(spans))
     clients = chance.random(3) if client else None
     return Fleet(machines, rtts, clients, 0.01, trusted_blocks, boundaries=boundaries)
 
@@ -74,12 +75,12 @@ def kept(fleet: Fleet, plan: FleetPlan) -> bool:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 2**32), st.booleans(), st.integers(0, 2), st.none() | st.integers(0, BLOCKS - 1))
+@given(st.integers(0, 2**32), st.booleans(), st.integers(0, 2), st.sets(st.integers(1, BLOCKS - 1)))
 def test_no_allowed_placement_is_faster_or_busier(
-    seed: int, client: bool, trusted_blocks: int, shared: int | None
+    seed: int, client: bool, trusted_blocks: int, parting: set[int]
 ) -> None:
-    assume(trusted_blocks or shared is not None)
-    fleet = some_fleet(seed, client=client, trusted_blocks=trusted_blocks, shared=shared)
+    assume(trusted_blocks or len(parting) < BLOCKS - 1)
+    fleet = some_fleet(seed, client=client, trusted_blocks=trusted_blocks, parting=parting)
     plans = list(expectations(fleet))
     if not plans:
         with pytest.raises(SwarmError, match=r"trusted|one machine"):

@@ -201,7 +201,7 @@ def fit_of(hosts: Sequence[MachineCapacity], around: Fleet, model: ModelSize, we
     """Whether a model fits onto `hosts`, and how fast it is there. `around` has the ways between the same machines."""
     block, read = model.block_bytes(weights), model.active_bytes(weights)
     rooms = [min(model.blocks, host.holds(model, weights)) for host in hosts]
-    shared = (model.boundaries and model.boundaries.together) or ()
+    shared = (model.boundaries and model.boundaries.longest) or ()
     usable = [room if model.boundaries is None else model.boundaries.most(room) for room in rooms]
     lacking, largest = model.blocks - sum(usable), max(rooms, default=0)
     if largest < len(shared):  # more machines like these do not help

@@ -82,8 +82,8 @@ class Pinned:
 
     @property
     def together(self) -> int:
-        """How many blocks one machine holds all or none of."""
-        return len((self.boundaries and self.boundaries.together) or ())
+        """How many blocks at most one machine holds all or none of."""
+        return len((self.boundaries and self.boundaries.longest) or ())
 
 
 def most_throughput(
@@ -326,7 +326,7 @@ def _routed(
                 step_seconds=float(times[entry.machine] * len(entry.span)),
                 cache_tokens_free=0,
                 rtts={name: float(fleet.rtts[entry.machine, other]) for name, other in names.items()},
-                together=together_in(fleet),
+                undivided=() if fleet.boundaries is None else fleet.boundaries.undivided,
             )
             for entry in placed
         ),

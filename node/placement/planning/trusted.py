@@ -48,8 +48,8 @@ def windows(fleet: Fleet, num_blocks: int) -> Ints:
 
 
 def together_in(fleet: Fleet) -> Span | None:
-    """Blocks of which one machine holds all or none."""
-    return None if fleet.boundaries is None else fleet.boundaries.together
+    """The most blocks of which one machine holds all or none."""
+    return None if fleet.boundaries is None else fleet.boundaries.longest
 
 
 def check_room(fleet: Fleet, num_blocks: int) -> None:
@@ -62,8 +62,8 @@ def check_room(fleet: Fleet, num_blocks: int) -> None:
     together = together_in(fleet)
     if together is not None and most < len(together):
         raise SwarmError(
-            f"blocks {together} share keys and values, so that one machine holds all {len(together)} of them; "
-            f"the largest has room for {most}: add memory, or take a smaller model or fewer bits a weight"
+            f"one machine holds all {len(together)} of the blocks {together}, which share keys and values, or a choice "
+            f"of tokens; the largest has room for {most}: add memory, or take a smaller model or fewer bits a weight"
         )
     if not fleet.trusted_blocks:
         return

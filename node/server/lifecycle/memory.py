@@ -410,12 +410,12 @@ def _parted(sizing: Sizing, folder: ModelFolder) -> Sizing:
     Raises:
         MachineError: none, since blocks that it has to hold together do not fit.
     """
-    count, together = folder.boundaries.most(sizing.count), folder.boundaries.together
+    count = folder.boundaries.most(sizing.count)
     if count == sizing.count:
         return sizing
+    named = folder.boundaries.named
     if not count:
         raise MachineError(
-            f"blocks {together} of {folder.name} share keys and values, so that one server holds all of them, and "
-            f"{sizing.reason}"
+            f"blocks of {folder.name} that share something stay on one server ({named}), and {sizing.reason}"
         )
-    return replace(sizing, count=count, reason=f"{count} blocks, since {together} are held together; {sizing.reason}")
+    return replace(sizing, count=count, reason=f"{count} blocks, since some stay together ({named}); {sizing.reason}")

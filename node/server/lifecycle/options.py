@@ -115,9 +115,11 @@ def check_blocks(options: ServerOptions, folder: ModelFolder) -> None:
     if options.num_blocks is not None and boundaries.most(options.num_blocks) < options.num_blocks:
         most = boundaries.most(options.num_blocks)
         few = f"at most {most}, or at least" if most else "at least"
+        held = range(options.num_blocks, folder.num_blocks + 1)
+        more = next(count for count in held if boundaries.most(count) == count)
         raise BadInput(
-            f"--num-blocks {options.num_blocks}: blocks {boundaries.together} of {folder.name} share keys and values, "
-            f"so that one server holds all of them: take {few} {len(boundaries.together or ())}"
+            f"--num-blocks {options.num_blocks}: blocks of {folder.name} that share something stay on one server "
+            f"({boundaries.named}): take {few} {more}"
         )
 
 
