@@ -107,7 +107,7 @@ def _make_key(options: ApiOptions, output: Output) -> None:
     if options.api_key_file is None:
         raise BadInput("--new-api-key needs the file that its hash is added to: give --api-key-file FILE")
     key = add_key(options.api_key_file, options.new_api_key or "")
-    output.note("this is shown once; the file has a hash of it only")
+    output.note("this is shown once; the file has a hash of it only. An API that runs takes it from its next start on")
     output.say(key)
     output.emit(event="api-key", name=options.new_api_key, key=key)
 

@@ -212,7 +212,8 @@ class _TuneRun:
         )
         self.output.emit(event="sample", when=when, prompt=prompt, text=text)
         if not changed:
-            self.output.say(f"a sample goes on from: {' '.join(prompt.split())[-TUNE.shown :]}")
+            lines = " / ".join(line for line in prompt.splitlines() if line.strip())
+            self.output.say(f"a sample goes on from: {lines[-TUNE.shown :]}")
         self.output.say(f"{when}: {' '.join(text.split())}")
 
     def _load(self, folder: ModelFolder) -> _Material:

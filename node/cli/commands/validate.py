@@ -234,6 +234,8 @@ class _VerdictTable:
         if self._live is not None:
             self._output.say("waiting for the first probe; Ctrl-C stops the validator", style="dim")
             self._live.start()
+        elif self._once and not self._output.as_json:
+            self._output.note("asking servers, and computing their blocks again here: this can take minutes ...")
         return self
 
     def __exit__(self, *_: object) -> None:
