@@ -99,9 +99,9 @@ class Announcement:
     reservations, `fixed` if it stays with its span whatever the swarm needs. `next_span` is where it means to go,
     `span` itself for one that has not begun to load. `network_seconds` is what the bytes of a token take into it and
     out of it (0: not measured), `load_seconds` what loading a block took. `pledge` is what it stands by (whose
-    signature was not checked yet), `device` the kind that it computes on. `credits_of` are the validators whose points
-    buy priority. `sequence` (nanoseconds since 1970) and `expires` (seconds since 1970) are set anew each time it is
-    published.
+    signature was not checked yet), `device` the kind that it computes on ("cpu+cuda": some of its devices are of each).
+    `credits_of` are the validators whose points buy priority. `sequence` (nanoseconds since 1970) and `expires`
+    (seconds since 1970) are set anew each time it is published.
     """
 
     peer_id: str

@@ -272,7 +272,7 @@ class Announcement(google.protobuf.message.Message):
     load_ms: builtins.int
     """what loading a block took it, milliseconds; 0: not measured"""
     device: builtins.str
-    """kind of device that it computes on: "cpu", "cuda", "mps" """
+    """kind of device that it computes on: "cpu", "cuda", "mps"; "cpu+cuda": both"""
     @property
     def span(self) -> Global___Span: ...
     @property

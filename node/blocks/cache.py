@@ -3,7 +3,7 @@ what a model of transformers sees as its cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -15,7 +15,7 @@ from ...protocols.ids import AXES, Layout, next_cut
 from ...protocols.inference import STEP_TOKENS
 from .caches.form import CacheForm
 from .caches.pages import WINDOWS, let_go
-from .caches.states import SNAPSHOT, STATE_CHUNK, WINDOW, StateRing, States, StatesLost, StateSpec, StateView
+from .caches.states import SNAPSHOT, STATE_CHUNK, WINDOW, HeldTokens, StateRing, StatesLost, StateSpec, StateView
 
 
 @dataclass(frozen=True)
@@ -308,20 +308,20 @@ class SpanCache:
         self.length = length
         self._forgotten = min(self._forgotten, length)
 
-    def read(self, start: int, end: int) -> torch.Tensor:
-        """A copy of what is held for the tokens `start` .. `end` of every row, for `restore`: flat, in the dtype of the
-        memory.
+    def read(self, start: int, end: int) -> Sequence[HeldTokens]:
+        """A copy of what is held for the tokens `start` .. `end` of every row, for `restore`: one of each device.
 
         Raises:
             ValueError: not all of them are held.
         """
         if not self._forgotten <= start < end <= self.length:
             raise ValueError(f"tokens {start} .. {end} are wanted: {self.length} are held")
-        return torch.cat([buffer[:, :, start:end].reshape(-1) for buffer in chain(*self._held)])
+        values = torch.cat([buffer[:, :, start:end].reshape(-1) for buffer in chain(*self._held)])
+        return (HeldTokens(values, {} if self.states is None else self.states.snapshots.get(end)),)
 
-    def restore(self, parts: Sequence[torch.Tensor], tokens: int, snapshots: Mapping[int, States]) -> None:
-        """Begins with what `read` gave of caches of the same blocks, rows and dtype: parts of `tokens` tokens each; and
-        where there are states, with `snapshots` of their ring. The last of these is at the end of the parts.
+    def restore(self, parts: Sequence[Sequence[HeldTokens]], tokens: int) -> None:
+        """Begins with what `read` gave of caches of the same blocks, rows and dtype: parts of `tokens` tokens each. At
+        the end of the last one states were kept, where there are any.
 
         Raises:
             ValueError: something is held already, or they do not fit.
@@ -330,13 +330,13 @@ class SpanCache:
             raise ValueError(f"{len(parts)} x {tokens} tokens cannot begin a cache of {self.max_length}")
         buffers = list(chain(*self._held))
         sizes = [tokens * buffer.numel() // self.max_length for buffer in buffers]
-        for number, part in enumerate(parts):
-            for buffer, values in zip(buffers, torch.split(part, sizes), strict=True):
+        for number, (part,) in enumerate(parts):
+            for buffer, values in zip(buffers, torch.split(part.values, sizes), strict=True):
                 into = buffer[:, :, number * tokens : (number + 1) * tokens]
                 into.copy_(values.view(into.shape))
         self.length = tokens * len(parts)
         if self.states is not None:
-            self.states.restore(snapshots)
+            self.states.restore({end * tokens: part.states for end, (part,) in enumerate(parts, 1) if part.states})
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Row r continues what row `rows[r]` held: beam search drops rows and doubles others.

@@ -19,7 +19,6 @@ from ...protocols.ids import Span
 from ...protocols.training import LORA_PARTS, LoraName
 from .span import BlockSpan
 from .span_adapter import with_added, with_lora
-from .stack import BlockStack
 
 T = TypeVar("T")
 SAVED_SHARE: Final = 0.5
@@ -116,13 +115,12 @@ class SpanPasses:
 
     def __init__(self, span: BlockSpan, activation_bytes: int) -> None:
         self._span = span
-        self._stack: BlockStack = span.stack
         self._activation_bytes = activation_bytes
-        self._weights = self._stack.weight_storages()
+        self._weights = set[int]().union(*(part.stack.weight_storages() for part in span.parts))
         self._saved: weakref.WeakSet[SavedActivations] = weakref.WeakSet()
 
     def forward(self, batch: Batch) -> PassGenerator[torch.Tensor]:
-        """What the blocks make of `batch.hidden`, on the span's device and in its dtype."""
+        """What the blocks make of `batch.hidden`, on the device of the last one and in the span's dtype."""
         run = _BatchRun(self._span, batch)
         hidden = run.hidden
         for block in range(run.count):
@@ -207,29 +205,25 @@ class SpanPasses:
 
 
 class _BatchRun:
-    """One batch on the span's device, unit by unit: a block each, or the blocks that share keys and values."""
+    """One batch, unit by unit on their devices: a block each, or the blocks that share keys and values."""
 
     def __init__(self, span: BlockSpan, batch: Batch) -> None:
-        device = span.device
-        self._stack = span.stack
-        self._start = span.span.start
-        self.hidden = batch.hidden.to(device, span.dtype)
-        self._mask = None if batch.mask is None else batch.mask.to(device)
-        if batch.positions is None:
-            self._positions = torch.arange(self.hidden.shape[1], device=device).unsqueeze(0)
-        else:
-            self._positions = batch.positions.to(device)
         parts = filter(span.stack.boundaries.may_part, range(batch.span.start, batch.span.end + 1))
         self._units = [range(*unit) for unit in pairwise(parts)]
         self.count = len(self._units)
-        prompts = {} if batch.prompts is None else dict(enumerate(batch.prompts.to(device), batch.span.start))
-        lora = {name: tensor.to(device) for name, tensor in batch.lora.items()}
+        self._parts = [next(part for part in span.parts if unit.start in part.span) for unit in self._units]
+        device = self._parts[0].device
+        self.hidden = batch.hidden.to(device, span.dtype)
+        self._mask = None if batch.mask is None else batch.mask.to(device)
+        counted = torch.arange(self.hidden.shape[1]).unsqueeze(0)
+        self._positions = (counted if batch.positions is None else batch.positions).to(device)
+        prompts = {} if batch.prompts is None else dict(enumerate(batch.prompts, batch.span.start))
         self._inputs = [
             _Inputs(
-                {block: prompts[block] for block in unit if block in prompts},
-                {name: tensor for name, tensor in lora.items() if name.block in unit},
+                {block: prompts[block].to(part.device) for block in unit if block in prompts},
+                {name: tensor.to(part.device) for name, tensor in batch.lora.items() if name.block in unit},
             )
-            for unit in self._units
+            for unit, part in zip(self._units, self._parts, strict=True)
         ]
 
     @torch.no_grad()
@@ -250,26 +244,28 @@ class _BatchRun:
             yield
 
     def _run(self, unit: int, hidden: torch.Tensor, inputs: _Inputs) -> torch.Tensor:
-        blocks = self._units[unit]
+        blocks, own = self._units[unit], self._parts[unit]
+        stack, start = own.stack, own.span.start
+        mask = None if self._mask is None else self._mask.to(own.device)
         with ExitStack() as changed:
             for number, prompt in inputs.prompts.items():
-                changed.enter_context(with_added(self._stack, number - self._start, prompt, hidden.shape[1]))
+                changed.enter_context(with_added(stack, number - start, prompt, hidden.shape[1]))
             for number in blocks:
                 pairs = {
                     name.path: (tensor, inputs.lora[replace(name, part=LORA_PARTS[1])])
                     for name, tensor in inputs.lora.items()
                     if name.block == number and name.part == LORA_PARTS[0]
                 }
-                changed.enter_context(with_lora(self._stack.blocks[number - self._start], pairs))
-            part = range(blocks.start - self._start, blocks.stop - self._start)
-            return self._stack.run(hidden, None, self._positions, self._mask, part=part)
+                changed.enter_context(with_lora(stack.blocks[number - start], pairs))
+            part = range(blocks.start - start, blocks.stop - start)
+            return stack.run(hidden.to(own.device), None, self._positions.to(own.device), mask, part=part)
 
 
 class _BackwardPass:
     """A gradient on its way back through the blocks of a run, and what comes off it there."""
 
     def __init__(self, run: _BatchRun, gradient: torch.Tensor) -> None:
-        self._flowing = gradient.to(run.hidden.device, run.hidden.dtype)
+        self._device, self._flowing = run.hidden.device, gradient.to(run.hidden.dtype)
         self._prompts: dict[int, torch.Tensor] = {}
         self._lora: dict[LoraName, torch.Tensor] = {}
 
@@ -283,10 +279,11 @@ class _BackwardPass:
     def _through(self, graph: _Graph) -> None:
         inputs = graph.inputs
         leaves = [graph.entered, *inputs.lora.values(), *inputs.prompts.values()]
-        self._flowing, *others = torch.autograd.grad(graph.left, leaves, self._flowing, materialize_grads=True)
+        flowing = self._flowing.to(graph.left.device)
+        self._flowing, *others = torch.autograd.grad(graph.left, leaves, flowing, materialize_grads=True)
         self._lora.update(zip(inputs.lora, others, strict=False))
         self._prompts.update(zip(inputs.prompts, others[len(inputs.lora) :], strict=True))
 
     def gradients(self) -> Gradients:
-        prompts = [gradient for _, gradient in sorted(self._prompts.items())]
+        prompts = [gradient.to(self._device) for _, gradient in sorted(self._prompts.items())]
         return Gradients(self._flowing, torch.stack(prompts) if prompts else None, self._lora)

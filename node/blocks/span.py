@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
+from torch import nn
 
 from ...protocols.ids import Span
 from ..errors import BadInput, MachineError, memory_needed
 from ..models.checkpoint import Checkpoint
 from ..models.progress import Progress, no_progress
 from ..models.quantisation import EXACT, Kernels, Numerics
-from .activations import layers_that_round, round_inputs
 from .architecture import BY_TOKEN, cache_specs, open_skeleton, windows_of
 from .cache import BlockCacheSpec, SessionView, SpanCache
 from .caches.form import CacheForm
@@ -28,6 +28,7 @@ from .kernels.packing import Packer, tiled_kinds
 from .kernels.recurrent import use_recurrent_kernels
 from .kernels.step import SpanStep
 from .kernels.tiles import TiledMatrix
+from .quantisation.activations import layers_that_round, round_inputs
 from .quantisation.matrix import QuantisedLinear
 from .quantisation.slots import QuantisedExperts
 from .skeleton import Skeleton, cut_config, fill
@@ -99,6 +100,10 @@ class BlockSpan:
         self.linears = {span.start + index: linear_shapes(block) for index, block in enumerate(stack.blocks)}
 
     @property
+    def parts(self) -> tuple[BlockSpan, ...]:  # of each device
+        return (self,)
+
+    @property
     def quantisation(self) -> str:
         """The numerics as they are announced."""
         return str(self.numerics)
@@ -112,16 +117,19 @@ class BlockSpan:
     def weight_bytes(self) -> int:
         """Of the weights in memory, or of the files that are mapped there."""
         total = 0
-        for block in self.stack.blocks:
+        for block in (block for part in self.parts for block in part.stack.blocks):
             total += sum(parameter.nbytes for parameter in (*block.parameters(), *block.buffers()))
             quantised = (module.matrix for module in block.modules() if isinstance(module, QuantisedLinear))
             total += sum(tensor.nbytes for matrix in quantised for tensor in matrix.tensors().values())
         return total + sum(experts.nbytes for experts in self._experts)
 
     @property
+    def _modules(self) -> Iterator[nn.Module]:
+        return (module for part in self.parts for block in part.stack.blocks for module in block.modules())
+
+    @property
     def _experts(self) -> list[QuantisedExperts]:
-        modules = (module for block in self.stack.blocks for module in block.modules())
-        return [module for module in modules if isinstance(module, QuantisedExperts)]
+        return [module for module in self._modules if isinstance(module, QuantisedExperts)]
 
     @property
     def disk_bytes(self) -> int:
@@ -132,16 +140,14 @@ class BlockSpan:
     def expert_counts(self) -> tuple[int, int]:
         """Experts that were used, each once in a pass through its block; how many of these were not in memory."""
         counts = [experts.counts for experts in self._experts]
-        if self.step is not None:
-            counts.append(self.step.counts)
+        counts += [part.step.counts for part in self.parts if part.step is not None]
         return sum(used for used, _ in counts), sum(read for _, read in counts)
 
     @property
     def kernels(self) -> str:
         """What computes a few rows: native (for some matrices at least) or torch."""
-        modules = (module for block in self.stack.blocks for module in block.modules())
-        tiled = any(isinstance(getattr(one, "matrix", None), TiledMatrix) for one in modules)
-        return "native" if tiled or self.step is not None else "torch"
+        tiled = any(isinstance(getattr(one, "matrix", None), TiledMatrix) for one in self._modules)
+        return "native" if tiled or any(part.step for part in self.parts) else "torch"
 
     def make_cache(
         self, batch: int, max_length: int, left_padding: Sequence[int] | None = None, part: Span | None = None
@@ -271,9 +277,7 @@ class BlockSpan:
             except NotByRow:
                 # No cache has advanced: keys and values are written again.
                 self._mixes_adapters = False
-                rest = self.decode(
-                    [(member.hidden, member.cache) for member in batch], [member.adapter for member in batch]
-                )
+                rest = self.decode([(one.hidden, one.cache) for one in batch], [one.adapter for one in batch])
                 outputs.update(zip((member.index for member in batch), rest, strict=True))
         return [outputs[index] for index in range(len(steps))]
 
@@ -284,11 +288,8 @@ class BlockSpan:
         output = self._run_together(batch, caches, given[0] if len(given) == 1 else torch.cat(given))
         for cache, entered in zip(caches, given, strict=True):
             cache.advance(1, entered)
-        parts = torch.split(output, [cache.batch for cache in caches])
-        return {
-            member.index: part.to(member.hidden.device, member.hidden.dtype)
-            for part, member in zip(parts, batch, strict=True)
-        }
+        parts = zip(torch.split(output, [cache.batch for cache in caches]), batch, strict=True)
+        return {member.index: part.to(member.hidden.device, member.hidden.dtype) for part, member in parts}
 
     def _run_together(self, batch: Sequence[Member], caches: Sequence[SpanCache], hidden: torch.Tensor) -> torch.Tensor:
         adapters = rows_of_adapters(batch)
@@ -333,9 +334,8 @@ class BlockSpan:
 
     def _part(self, cache: SpanCache) -> range | None:
         """The indices of the session's blocks within the span; None if it runs through all of them."""
-        if len(cache.specs) == len(self.span):
-            return None
-        return range(cache.first, cache.first + len(cache.specs))
+        whole = len(cache.specs) == len(self.span)
+        return None if whole else range(cache.first, cache.first + len(cache.specs))
 
     def _check(self, hidden: torch.Tensor, cache: SpanCache) -> None:
         width = self.stack.width(cache.first)

@@ -6,7 +6,7 @@ import ctypes
 import re
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -91,6 +91,21 @@ def check_adapter(adapter: str) -> None:
     """
     if not is_adapter_name(adapter):
         check_adapter_files(Path(adapter))
+
+
+def check_devices(devices: Sequence[str]) -> None:
+    """
+    Raises:
+        BadInput: no such device name; or of several one is auto, or given twice and not the processor.
+        MachineError: this machine has no such device.
+    """
+    named = ["cuda:0" if device == "cuda" else device for device in devices]
+    for device in named:
+        if device != "cpu" and named.count(device) > 1:
+            raise BadInput(f"--device {device} is given twice: name each device once")
+        if device == "auto" and named[1:]:
+            raise BadInput("--device auto is one device: name all of them, or leave the others out")
+        check_device(device)
 
 
 def check_device(device: str) -> None:

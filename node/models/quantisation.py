@@ -13,7 +13,7 @@ Quantisation: TypeAlias = Literal["none", "int8", "nf4"]
 QUANTISATIONS: Final[tuple[Quantisation, ...]] = get_args(Quantisation)
 
 Activations: TypeAlias = Literal["float32", "int8"]
-"""What linear layers multiply: values as they are, or rounded to eight bits (`blocks/activations.py`)."""
+"""What linear layers multiply: values as they are, or rounded to eight bits (`blocks/quantisation/activations.py`)."""
 ACTIVATIONS: Final[tuple[Activations, ...]] = get_args(Activations)
 
 CacheDtype: TypeAlias = Literal["auto", "float32", "bfloat16", "int8"]

@@ -388,7 +388,8 @@ class ComputeThread:
         result: object
         try:
             next(running.passing)
-            synchronise(self.blocks.device)  # what is only queued there would hold up the next step
+            for part in self.blocks.parts:
+                synchronise(part.device)  # what is only queued there would hold up the next step
             running.seconds += self._worked(running, begun, core)
             return
         except StopIteration as end:

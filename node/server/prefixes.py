@@ -16,11 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import torch
-
 from ...protocols.prefix import BLOCK_TOKENS, PrefixNames
 from ..blocks.cache import SpanCache
-from ..blocks.caches.states import STATE_TOKENS, STATES, States
+from ..blocks.caches.states import HeldTokens
 
 SHARE: Final = 0.5
 """Of the cache, that kept blocks may have at most."""
@@ -28,23 +26,23 @@ SHARE: Final = 0.5
 
 @dataclass(frozen=True)
 class KeptBlock:
-    """`digests` of its tokens, of which its name is made; `values` as `SpanCache.read` gives them; `tokens` of all
-    rows, and as how many its `states` count: those at its end, if kept."""
+    """`digests` of its tokens, of which its name is made; what is `held` of them, as `SpanCache.read` gives it;
+    `tokens` of all rows, and as how many the states at its end count, if kept."""
 
     digests: tuple[bytes, ...]
-    values: torch.Tensor
+    held: Sequence[HeldTokens]
     tokens: int
-    states: States | None = None
 
     @classmethod
     def of(cls, digests: tuple[bytes, ...], cache: SpanCache, end: int) -> KeptBlock:
         """What `cache` holds of the `BLOCK_TOKENS` tokens before `end`."""
-        values, tokens = cache.read(end - BLOCK_TOKENS, end), BLOCK_TOKENS * cache.batch
-        states = None if cache.states is None else cache.states.snapshots.get(end)
-        if states is not None:
-            nbytes = sum(state.nbytes for state in states.values())
-            tokens += -(-nbytes * tokens // values.nbytes) if values.nbytes else STATE_TOKENS // STATES * cache.batch
-        return cls(digests, values, tokens, states)
+        held = cache.read(end - BLOCK_TOKENS, end)
+        return cls(digests, held, max(part.counted(BLOCK_TOKENS * cache.batch) for part in held))
+
+    @property
+    def may_be_last(self) -> bool:
+        """Whether a session may begin behind it."""
+        return all(part.states is not None for part in self.held)
 
 
 @dataclass
@@ -106,11 +104,10 @@ class PrefixStore:
                 use.names.rollback(len(found) * BLOCK_TOKENS)
                 break
             found.append(block)
-        while cache.states is not None and found and found[-1].states is None:
+        while found and not found[-1].may_be_last:
             found.pop()
         use.names.rollback(len(found) * BLOCK_TOKENS)
-        states = {end * BLOCK_TOKENS: block.states for end, block in enumerate(found, 1) if block.states is not None}
-        cache.restore([block.values for block in found], BLOCK_TOKENS, states)
+        cache.restore([block.held for block in found], BLOCK_TOKENS)
         use.take_offered()
         self._touch(use.scope, wanted[: len(found)])
 

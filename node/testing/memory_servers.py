@@ -30,7 +30,7 @@ from .memory_network import MemoryNetwork, MemoryNode
 
 T = TypeVar("T")
 
-USUAL: Final[dict[str, Any]] = {"throughput": 1000.0, "cache_tokens": 60_000, "device": "cpu", "offline": True}
+USUAL: Final[dict[str, Any]] = {"throughput": 1000.0, "cache_tokens": 60_000, "devices": ("cpu",), "offline": True}
 """Options of servers unless told otherwise. To measure how fast they are takes longer than most tests."""
 
 

@@ -98,7 +98,7 @@ class Kind:
     """What kind of answer is judged.
 
     `dtype` and `quantisation` are what the server declares, and what the answer is recomputed in; `blocks` is how many
-    blocks computed it; `codec` how it was encoded. An empty `server_device` is an unknown one.
+    blocks computed it; `codec` how it was encoded. An empty `server_device` is an unknown one, and "cpu+cuda" both.
     """
 
     dtype: str
@@ -112,16 +112,19 @@ class Kind:
 
 def find_tolerance(kind: Kind, table: Sequence[Calibration] | None = None) -> Tolerance | None:
     """The tolerance for answers of this kind; None if nobody measured it. If the server's device is unknown, the widest
-    that was measured against `own_device`."""
+    that was measured against `own_device`; of several kinds of devices the widest, if all were measured."""
     quantisation = within_tolerance(kind.quantisation)
-    matching = [
-        tolerance_of(row, kind.blocks).plus(CODEC_SLACK[kind.codec])
-        for row in (calibrations() if table is None else table)
-        if (row.dtype, row.quantisation, row.direction) == (kind.dtype, quantisation, kind.direction)
-        and _is_between(row, kind)
-    ]
-    if not matching:
-        return None
+    matching: list[Tolerance] = []
+    for device in kind.server_device.split("+"):
+        rows = [
+            tolerance_of(row, kind.blocks).plus(CODEC_SLACK[kind.codec])
+            for row in (calibrations() if table is None else table)
+            if (row.dtype, row.quantisation, row.direction) == (kind.dtype, quantisation, kind.direction)
+            and _is_between(row, device, kind.own_device)
+        ]
+        if not rows:
+            return None
+        matching += rows
     return Tolerance(*(max(limits) for limits in zip(*map(astuple, matching), strict=True)))
 
 
@@ -154,11 +157,11 @@ def doubt(dtype: str, quantisation: str, device: str, table: tuple[Calibration, 
     """
     if not dtype:
         return NO_DOUBT
+    measured = {""}
     for row in calibrations() if table is None else table:
-        same = (row.dtype, row.quantisation, row.direction) == (dtype, within_tolerance(quantisation), "forward")
-        if same and device in ("", row.server_device, row.own_device):
-            return NO_DOUBT
-    return UNPROVEN
+        if (row.dtype, row.quantisation, row.direction) == (dtype, within_tolerance(quantisation), "forward"):
+            measured |= {row.server_device, row.own_device}
+    return NO_DOUBT if len(measured) > 1 and measured.issuperset(device.split("+")) else UNPROVEN
 
 
 def noise_of(kind: Kind) -> float:
@@ -170,11 +173,9 @@ def noise_of(kind: Kind) -> float:
     return min(tolerance.ok_mean, tolerance.ok_worst / MARGINS.scatter) / MARGINS.ok / math.sqrt(kind.blocks)
 
 
-def _is_between(row: Calibration, kind: Kind) -> bool:
+def _is_between(row: Calibration, server_device: str, own_device: str) -> bool:
     devices = {row.server_device, row.own_device}
-    if not kind.server_device:
-        return kind.own_device in devices
-    return devices == {kind.server_device, kind.own_device}
+    return own_device in devices if not server_device else devices == {server_device, own_device}
 
 
 @lru_cache(maxsize=1)

@@ -57,6 +57,7 @@ LIMITS = Tolerance(ok_worst=0.02, ok_mean=0.01, faulty_worst=0.04, faulty_mean=0
         (("", "", "cuda"), NO_DOUBT),  # it is still loading
         (("float32", "none", "abacus"), UNPROVEN),
         (("float32", "none", "cuda"), UNPROVEN),
+        (("float32", "none", "cpu+cuda"), UNPROVEN),
         (("float16", "none", "cpu"), UNPROVEN),
         (("float128", "none", "cpu"), UNPROVEN),
         (("float32", "int2", ""), UNPROVEN),
@@ -69,7 +70,9 @@ def test_what_nobody_can_prove_wrong_pays(kind: tuple[str, str, str], expected: 
 def test_a_measured_gpu_pays_nothing() -> None:
     row = Calibration("float16", "none", "cpu", "cuda", "forward", 6, 0.05, 0.02, 10, "")
     assert doubt("float16", "none", "cuda", (row,)) == NO_DOUBT
-    assert doubt("float16", "none", "abacus", (row,)) == UNPROVEN
+    assert doubt("float16", "none", "cpu+cuda", (row,)) == NO_DOUBT
+    for unknown in ("abacus", "abacus+cuda"):
+        assert doubt("float16", "none", unknown, (row,)) == UNPROVEN
 
 
 def test_server_with_an_abacus_earns_nothing(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from petalnode.node.blocks.config import original_length
 from petalnode.node.blocks.span import load_span
 from petalnode.node.errors import MachineError, ModelError, PetalnodeError
 from petalnode.node.models import resolve
-from petalnode.node.server.lifecycle.memory import plan_memory
+from petalnode.node.server.lifecycle.devices import plan_memory
 from petalnode.node.server.lifecycle.options import ServerOptions
 from petalnode.protocols.ids import Span
 from tests.tiny_models import save_tiny

@@ -243,6 +243,12 @@ def test_an_interrupt_at_work_is_told(
 _TURNS = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}]
 MISTAKES = {
     "a device": ("serve {llama} --device tpu", "--device tpu: use auto, cpu, mps, cuda or cuda:N"),
+    "one device twice": ("serve {llama} --device cuda --device cuda:0", "--device cuda:0 is given twice: name each"),
+    "any device among others": ("serve {llama} --device cpu --device auto", "--device auto is one device: name all"),
+    "devices without blocks": (
+        "serve {llama} --blocks 0:2 --device cpu --device cpu --device cpu",
+        "3 devices are more than 2 blocks: give --device fewer times",
+    ),
     "a dtype": ("serve {llama} --dtype float8", "'--dtype': float8: use auto, float32, bfloat16, float16"),
     "blocks": ("serve {llama} --blocks 25:99", "--blocks 25:99: tiny-llama has 6 blocks"),
     "typed markup": ("serve {llama} --blocks a:b", "--blocks a:b"),

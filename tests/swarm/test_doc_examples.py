@@ -50,6 +50,7 @@ STANDS_FOR: Final = {
 UNTIL_NETWORK, PARSED = "checked until it asks the network", "parsed"
 NOT_RUN: Final = (
     (r"webrtc-direct", PARSED, "an extra; tests/interop/check_webrtc.py has such servers"),
+    (r"--device cuda", PARSED, "GPUs; test_devices.py has a server with two devices"),
     (r"petalnode serve\b", UNTIL_NETWORK, "it runs until it is stopped; test_placement.py and others start servers"),
     (r"petalnode api\b(?! --new)", UNTIL_NETWORK, "it runs until it is stopped; test_api_process.py runs it"),
     (r"petalnode validate\b(?!.*--once)", UNTIL_NETWORK, "it runs until it is stopped"),

@@ -12,7 +12,7 @@ from petalnode.node.blocks.architecture import block_sizes
 from petalnode.node.blocks.kernels.library import library
 from petalnode.node.errors import MachineError, unwrapped
 from petalnode.node.models import resolve
-from petalnode.node.server.lifecycle import memory
+from petalnode.node.server.lifecycle import devices, memory
 from petalnode.node.server.lifecycle.memory import MEMORY_SHARES, Memory
 from petalnode.node.testing.memory_servers import memory_swarm
 from tests.greedy import generate, prompt
@@ -50,7 +50,7 @@ def test_server_with_memory_for_part_of_its_experts(tmp_path: Path, monkeypatch:
     computing = memory.STEP_TOKENS * folder.hidden_size * 4 * MEMORY_SHARES.copies
     for part, fits in ((0.5, True), (0.1, False)):
         free = sum(sizes.held) - int((1 - part) * sum(sizes.experts)) + computing + cache
-        monkeypatch.setattr(memory, "device_memory", lambda device, free=free: Memory(free, free))
+        monkeypatch.setattr(devices, "device_memory", lambda device, free=free: Memory(free, free))
         if not fits:
             with pytest.raises(MachineError, match="3 blocks of this model take"), unwrapped(MachineError):
                 tokens_of(file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -233,12 +234,12 @@ def test_what_was_reused_is_recomputed_by_auditors(swarm: MemorySwarm, folder: P
 def test_server_that_did_not_keep_it_is_found(
     swarm: MemorySwarm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    restore = SpanCache.restore
-    monkeypatch.setattr(
-        SpanCache,
-        "restore",
-        lambda cache, parts, *rest: restore(cache, [part * 0 for part in parts], *rest),
-    )
+    read = SpanCache.read
+
+    def emptied(cache: SpanCache, start: int, end: int) -> Any:
+        return [replace(held, values=held.values * 0) for held in read(cache, start, end)]
+
+    monkeypatch.setattr(SpanCache, "read", emptied)
     started(swarm, folder, "0:6")
     outcome = check_evidence(swarm.call(shared_bundle, swarm, folder), open_folder(folder, "tiny"))
     assert outcome.proven, outcome

@@ -20,7 +20,8 @@ from petalnode.node.models.folder import ModelFolder, boundaries_of
 from petalnode.node.placement.joining import span_for_newcomer
 from petalnode.node.placement.observed import PlacedServer, gaps
 from petalnode.node.placement.plan import DEFAULT, make_plan
-from petalnode.node.server.lifecycle.memory import Sizing, _parted
+from petalnode.node.server.lifecycle.devices import _parted
+from petalnode.node.server.lifecycle.memory import Sizing
 from petalnode.node.server.lifecycle.options import ServerOptions, check_blocks
 from petalnode.node.server.requests.admission import Hosted, check_terms
 from petalnode.node.swarm.routing import Demand, Hop, RouteCandidate, cheapest_chain

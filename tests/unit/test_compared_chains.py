@@ -148,6 +148,7 @@ def test_tolerances_are_those_that_were_measured() -> None:
     longer = tolerance_between(FLOAT, ["cpu"], 24, "none", "float32", 2)
     assert same and rounded and longer
     assert rounded.ok_mean > 1e-3 > longer.ok_mean > same.ok_mean
+    assert tolerance_between(FLOAT, ["cpu+cuda"], 6, "none", "float32", 2) is None
     assert tolerance_between(Weights("float16", "nf4"), ["cpu"], 6, "none", "float32", 2) is None
     assert tolerance_between(FLOAT, ["cpu", "abacus"], 6, "none", "float32", 2) is None
     assert tolerance_between(FLOAT, [""], 6, "none", "float32", 2) is not None

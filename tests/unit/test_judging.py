@@ -167,6 +167,9 @@ def test_tolerance_grows_with_longer_span_and_never_shrinks() -> None:
     wider = replace(row, own_device="cpu", worst=1.0)
     assert find_tolerance(replace(kind, server_device=""), [row, wider]) == tolerance_of(wider, 8)
     assert find_tolerance(replace(kind, server_device="", own_device="mps"), [row, wider]) is None
+    both = replace(kind, server_device="cpu+cuda")
+    assert find_tolerance(both, [row]) is None  # nobody has measured its processor's part
+    assert find_tolerance(both, [row, wider]) == tolerance_of(wider, 8)
     coarse = find_tolerance(replace(kind, codec="int8-block64"), [row])
     assert coarse is not None and coarse.ok_mean > found.ok_mean
 

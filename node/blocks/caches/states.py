@@ -40,6 +40,22 @@ States = Mapping[StateName, torch.Tensor]
 
 
 @dataclass(frozen=True)
+class HeldTokens:
+    """What one device holds of some tokens of every row: `values`, flat, in the dtype of its memory, and the `states`
+    behind the last one. None: these were not kept; empty: there are none."""
+
+    values: torch.Tensor
+    states: States | None
+
+    def counted(self, tokens: int) -> int:
+        """As how many cache tokens all of it counts, of which `tokens` are those of all rows."""
+        states = list((self.states or {}).values())
+        if states and not self.values.nbytes:
+            return tokens + STATE_TOKENS // STATES * states[0].shape[0]
+        return tokens - (-sum(state.nbytes for state in states) * tokens // max(1, self.values.nbytes))
+
+
+@dataclass(frozen=True)
 class StateInputs:
     """What has entered one state with the tokens of a step: tensors [rows, tokens, ..]. This is of a convolution."""
 

@@ -181,7 +181,7 @@ class TiledMatrix(QuantisedMatrix):
         self._by_reference = ctypes.byref(self.described)
 
     def round_rows(self) -> None:
-        """Rounds what is multiplied from now on, as `blocks.activations` has it; not the gradients."""
+        """Rounds what is multiplied from now on, as `quantisation.activations` has it; not the gradients."""
         self.described.rounds = True
 
     @property

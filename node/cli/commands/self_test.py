@@ -323,7 +323,9 @@ async def _serve(
     identity = Identity.generate()
     config = SwarmConfig(identity=identity, listen=(_LOOPBACK,), peers=peers, relay="off", bootstrap_deadline=patience)
     # A given throughput: that of this model is not to be kept as this machine's.
-    options = ServerOptions(str(folder), blocks=span, device="cpu", dtype="float32", throughput=1.0, drain_timeout=0.0)
+    options = ServerOptions(
+        str(folder), blocks=span, devices=("cpu",), dtype="float32", throughput=1.0, drain_timeout=0.0
+    )
     async with open_swarm(config) as swarm:
         on_event = partial(_tell_ready, task_status, swarm)
         payments = partial(PaymentVerifier, identity.peer_id)

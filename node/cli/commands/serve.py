@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -50,7 +50,7 @@ from ...weights.holder import Share
 from ..control import DonorOptions, controlled, number_given, obey_signals, send_wish
 from ..join import JoinOptions, RelayOptions, check_peer_id, joined, joins_swarm
 from ..metrics import MetricsOptions, add_server, metrics_served
-from ..model_choice import check_device, check_model, linked_model
+from ..model_choice import check_devices, check_model, linked_model
 from ..option import JsonFlag, option
 from ..output import Output, ProgressBars
 from ..server_report import ServerPanel, ServerReport
@@ -68,7 +68,16 @@ class ComputeOptions:
     """How much of this machine serves."""
 
     num_blocks: str = option("auto", "How many blocks to host; auto: as many as fit in memory.", "auto|N")
-    device: str = option("auto", "Device to compute on: auto, cpu, cuda, cuda:N or mps.")
+    device: list[str] | None = option(
+        None,
+        "Device to compute on: auto (default), cpu, cuda, cuda:N or mps; repeatable: each gets a part of the blocks.",
+        "DEVICE",
+    )
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices, in the order of their blocks."""
+        return tuple(self.device or ("auto",))
 
     @property
     def count(self) -> int | None:
@@ -157,7 +166,7 @@ class HostingOptions(ComputeOptions):
             model=model,
             blocks=_span(self.blocks),
             num_blocks=self.count,
-            device="cpu" if self.exact else self.device,
+            devices=("cpu",) * len(self.devices) if self.exact else self.devices,
             dtype="float32" if self.exact else dtype,
             quant=self.quant,
             activations=self.activations,
@@ -186,7 +195,7 @@ class HostingOptions(ComputeOptions):
         if self.blocks is not None and options.num_blocks is not None:
             raise BadInput("--blocks and --num-blocks both choose the blocks: give one of them")
         if self.exact:
-            _check_exact(dtype, self.device, self.kernels)
+            _check_exact(dtype, self.devices, self.kernels)
         if self.kernels == "native" and library() is None:
             raise MachineError(NOT_HERE)
         found = check_model(model)
@@ -215,7 +224,7 @@ def serve(
     """Host blocks of a model for the swarm."""
     join.check()
     model = linked_model(model, join.target) or DEFAULT_MODEL
-    check_device(hosting.device)
+    check_devices(hosting.devices)
     policy = donor_options.policy()
     options = hosting.checked(model)
     limits, deposit = relay_options.limits(), _deposit_at(hosting.deposit_at, hosting.pledge)
@@ -268,7 +277,7 @@ async def _serve(asked: ServeOptions, output: Output, bars: ProgressBars, stop: 
     async with trio.open_nursery() as nursery:
         await nursery.start(stop.watch)
         await nursery.start(obey_signals, pause)
-        if options.kernels != "torch" and library() is None and not has_accelerator(options.device):
+        if options.kernels != "torch" and library() is None and not any(map(has_accelerator, options.devices)):
             output.note(f"{WITHOUT}; {TO_HAVE}")
         report = ServerReport(output, join, bars, nursery)
         cancelled = trio.CancelScope()
@@ -319,8 +328,8 @@ def stop(server: _Server = None, json: JsonFlag = False) -> None:
     send_wish(server, "stop", Output(json))
 
 
-def _check_exact(dtype: str, device: str, kernels: str) -> None:
-    if dtype not in ("auto", "float32") or kernels == "torch" or device not in ("auto", "cpu"):
+def _check_exact(dtype: str, devices: Sequence[str], kernels: str) -> None:
+    if dtype not in ("auto", "float32") or kernels == "torch" or not {"auto", "cpu"}.issuperset(devices):
         raise BadInput("--exact computes in float32 by the compiled kernels on a CPU: leave these options out")
     if library() is None:
         raise MachineError(f"--exact needs the compiled kernels, which are not here: {TO_HAVE}")

@@ -214,7 +214,7 @@ def tolerance_between(
     """
     if is_exact(weights.quantisation) and (hops == 1 or (codec, activations) == ("none", weights.dtype)):
         return NO_TOLERANCE
-    known = {device for device in devices if device}
+    known = {kind for device in devices if device for kind in device.split("+")}
     if "" in devices:  # it may be any
         for row in calibrations():
             if (row.dtype, row.quantisation) == (weights.dtype, within_tolerance(weights.quantisation)):

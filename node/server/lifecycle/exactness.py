@@ -56,12 +56,14 @@ def exact_unasked(options: ServerOptions, folder: ModelFolder) -> ServerOptions:
     said = [folder.config, folder.config.get("text_config") or {}]
     saved = {str(part.get("dtype") or part.get("torch_dtype") or "float32").removeprefix("torch.") for part in said}
     computes = options.dtype == "float32" or (options.dtype == "auto" and saved == {"float32"})
-    if not (options.exact_if_cheap and computes and options.kernels != "torch") or has_accelerator(options.device):
+    wanted = options.exact_if_cheap and computes and options.kernels != "torch"
+    if not wanted or any(map(has_accelerator, options.devices)):
         return options
     cost = recall_cost()
     if cost is None or not cost.is_small:
         return options
-    return replace(options, exact=True, device="cpu", dtype="float32", kernels="native")
+    devices = ("cpu",) * len(options.devices)
+    return replace(options, exact=True, devices=devices, dtype="float32", kernels="native")
 
 
 def measured(folder: Path) -> dict[Numerics, BlockSpeed]:

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,13 +17,11 @@ import psutil
 
 from ....protocols.inference import STEP_TOKENS
 from ...errors import MachineError
-from ...models import ModelFolder
 from ...models.cache_dir import began_at, cache_dir, keep_json, size, still_runs
 from ...models.folder import TEXT_FIELDS
 from ...models.quantisation import CacheDtype, key_bytes
 from ...network.transport.memory import group_limits
 from ...placement.planning.machines_file import MACHINES
-from .options import ServerOptions
 
 
 @dataclass(frozen=True)
@@ -65,14 +63,23 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Room:
+    """How many `blocks` one of several devices holds at the most."""
+
+    device: str
+    blocks: int
+
+
+@dataclass(frozen=True)
 class Sizing:
     """How many blocks, a sentence that says why, and the bytes that all of it will take. `on_disk`: their experts are
-    left on the disk, and read as they are needed."""
+    left on the disk, and read as they are needed. `rooms`: of the devices, if there are several."""
 
     count: int
     reason: str
     nbytes: int
     on_disk: bool = False
+    rooms: tuple[Room, ...] = ()
 
 
 def blocks_that_fit(
@@ -350,72 +357,3 @@ def return_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError, TypeError):
         pass  # another C library keeps or returns it by rules of its own
-
-
-_LOCK: Final = "sizing.lock"
-
-
-def plan_memory(folder: ModelFolder, options: ServerOptions, stored_block: int = 0) -> Sizing:
-    """How many blocks to serve, by the memory that is free now; claims that for this process.
-
-    Of the model in `folder` only the configuration has to be there. `stored_block` is as in `block_sizes`.
-
-    Raises:
-        ModelError: its architecture cannot be served.
-        MachineError: the blocks that were asked for do not fit, or not even one does; or their cache does not.
-    """
-    from filelock import FileLock
-
-    from ...blocks.architecture import block_sizes  # with torch: two seconds, for servers alone
-
-    sizes = block_sizes(folder.path, options.dtype, options.quant, options.kernels, options.device, stored_block)
-    # While a block is quantised it is there as it was, too.
-    spare = 0 if options.quant == "none" else max(sizes.whole)
-    with FileLock(cache_dir() / _LOCK):  # of several that start at once each sees what the last one claimed
-        memory = device_memory(options.device)
-        if options.blocks is not None or options.num_blocks is not None:
-            named = options.blocks
-            count = options.num_blocks or 0
-            chosen = sizes.held[named.start : named.end] if named else [max(sizes.held)] * count
-            experts = sizes.experts[named.start : named.end] if named else [max(sizes.experts, default=0)] * count
-            sizing = fit_blocks(
-                memory,
-                chosen,
-                experts,
-                token_bytes=cache_bytes_per_block(folder.config, sizes.item, 1, options.cache_dtype),
-                cache_tokens=options.cache_tokens,
-                hidden_size=folder.boundaries.width(0),
-                spare=spare,
-            )
-        else:
-            tokens = options.cache_tokens or MEMORY_SHARES.usual_cache_tokens
-            sizing = blocks_that_fit(
-                memory,
-                max(sizes.held),
-                folder.num_blocks,
-                cache_bytes=cache_bytes_per_block(folder.config, sizes.item, tokens, options.cache_dtype),
-                cache_tokens=tokens,
-                hidden_size=folder.boundaries.width(0),
-                spare=spare,
-            )
-            sizing = _parted(sizing, folder)
-        if memory.shared:
-            claim(sizing.nbytes)
-    return sizing
-
-
-def _parted(sizing: Sizing, folder: ModelFolder) -> Sizing:
-    """The most of these blocks that one server may hold.
-
-    Raises:
-        MachineError: none, since blocks that it has to hold together do not fit.
-    """
-    count = folder.boundaries.most(sizing.count)
-    if count == sizing.count:
-        return sizing
-    named = folder.boundaries.named
-    if not count:
-        raise MachineError(
-            f"blocks of {folder.name} that share something stay on one server ({named}), and {sizing.reason}"
-        )
-    return replace(sizing, count=count, reason=f"{count} blocks, since some stay together ({named}); {sizing.reason}")

@@ -38,14 +38,15 @@ class ServerOptions:
     `allow_clients` are the peer ids that may use this server; none lets everybody. `gain` is what a change of blocks
     has to gain (node/placement/plan.py), None: the blocks are never changed. `max_disk` is in bytes. `pledge` is how
     many points the server promises to lose when a fault of it is proved. `adapters` are folders of adapters that
-    anybody may name. `share_weights`: whether the weights are handed on to peers. `exact`: sessions are computed as
-    docs/exact.md has it, or nothing is served; `exact_if_cheap`: where `exactness.py` chooses so.
+    anybody may name. `devices` compute consecutive parts of the blocks. `share_weights`: whether the weights are handed
+    on to peers. `exact`: sessions are computed as docs/exact.md has it, or nothing is served; `exact_if_cheap`: where
+    `exactness.py` chooses so.
     """
 
     model: str
     blocks: Span | None = None
     num_blocks: int | None = None
-    device: str = "auto"
+    devices: tuple[str, ...] = ("auto",)
     dtype: str = "auto"
     quant: Quantisation = "none"
     activations: Activations = "float32"
@@ -109,6 +110,9 @@ def check_blocks(options: ServerOptions, folder: ModelFolder) -> None:
         )
     if options.num_blocks is not None and not 1 <= options.num_blocks <= folder.num_blocks:
         raise BadInput(f"--num-blocks {options.num_blocks}: {folder.name} has {folder.num_blocks} blocks")
+    count = options.num_blocks or len(options.blocks or range(folder.num_blocks))
+    if count < len(options.devices):
+        raise BadInput(f"{len(options.devices)} devices are more than {count} blocks: give --device fewer times")
     boundaries = folder.boundaries
     if options.blocks is not None and (refused := boundaries.refusal(options.blocks)):
         raise BadInput(f"--blocks {options.blocks}: {refused}")

@@ -23,8 +23,9 @@ from ...swarm.swarm import Swarm
 from ...version import __version__
 from ...weights.holder import hand_on
 from .context import ServerContext
+from .devices import cut, plan_memory
 from .exactness import exact_unasked
-from .memory import Sizing, has_accelerator, plan_memory
+from .memory import Sizing, has_accelerator
 from .options import ServerOptions, ServerParts, check_blocks, read_adapters
 from .other_servers import serve_transfers
 from .rebalancing import PlacementState, join_where_needed
@@ -161,12 +162,17 @@ class Server:
 
     def _read_blocks(self, path: Path, span: Span) -> BlockSpan:
         from ...blocks.span import Loading, load
+        from ...blocks.split import SplitSpan
 
-        options, parts, key = self._context.options, self._context.parts, self._context.speed_key
-        known = parts.known[key] = parts.known.get(key) or recall_trial(key)
-        kind = options.device, options.dtype, str(options.numerics), options.kernels
-        blocks = load(path, span, Loading(*kind, parts.progress, experts_on_disk=self._sizing.on_disk, known=known))
-        keep_trial(key, known)
+        options, parts, loaded = self._context.options, self._context.parts, []
+        for device, own in zip(options.devices, cut(span, self._sizing.rooms), strict=True):
+            key = _speed_key(self._context.source, replace(options, devices=(device,)))
+            known = parts.known[key] = parts.known.get(key) or recall_trial(key)
+            kind = device, options.dtype, str(options.numerics), options.kernels
+            how = Loading(*kind, parts.progress, experts_on_disk=self._sizing.on_disk, known=known)
+            loaded.append(load(path, own, how))
+            keep_trial(key, known)
+        blocks = loaded[0] if len(loaded) == 1 else SplitSpan(loaded)
         if options.cache_dtype == "float32" and blocks.cache_dtype != "float32":
             raise MachineError(
                 f"--cache-dtype float32 computes in float32, not in {blocks.cache_dtype}: add --dtype float32"
@@ -207,19 +213,22 @@ class Server:
 
 
 def _speed_key(source: ModelSource, options: ServerOptions) -> SpeedKey:
-    hardware = cpu_name()
-    if has_accelerator(options.device):
+    hardware = " and ".join(map(_hardware, options.devices))
+    if options.kernels != "torch" and (found := library()) is not None:
+        hardware = f"{hardware}, kernels {options.kernels} {found.isa} {found.name}"
+    return SpeedKey(source.manifest.version, options.dtype, str(options.numerics), hardware, cpu_threads())
+
+
+def _hardware(device: str) -> str:
+    if has_accelerator(device):
         import torch
 
         from ...blocks.config import choose_device
 
-        device = choose_device(options.device)
-        if device.type != "cpu":
-            name = torch.cuda.get_device_name(device) if device.type == "cuda" else hardware
-            hardware = f"{device.type} {name}"
-    if options.kernels != "torch" and (found := library()) is not None:
-        hardware = f"{hardware}, kernels {options.kernels} {found.isa} {found.name}"
-    return SpeedKey(source.manifest.version, options.dtype, str(options.numerics), hardware, cpu_threads())
+        chosen = choose_device(device)
+        if chosen.type != "cpu":
+            return f"{chosen.type} {torch.cuda.get_device_name(chosen) if chosen.type == 'cuda' else cpu_name()}"
+    return cpu_name()
 
 
 def _plan_memory(folder: ModelFolder, options: ServerOptions) -> Sizing:

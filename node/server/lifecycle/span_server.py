@@ -30,7 +30,7 @@ from ..requests.request import RequestContext
 from ..requests.service import MAX_SESSIONS, RequestService
 from ..tallies import Serving
 from .context import ServerContext
-from .memory import cache_tokens_that_fit, check_cache_fits, claim, device_memory, return_memory, unused
+from .memory import MEMORY_SHARES, cache_tokens_that_fit, check_cache_fits, claim, device_memory, return_memory, unused
 from .other_servers import ServerConnector, keep_measured, keep_rtts, measure_network
 from .pausing import Pause
 from .pledging import Pledging
@@ -81,7 +81,7 @@ async def serve_span(
         tokens = context.options.cache_tokens
         # A server that has changed its blocks keeps what it had promised.
         if tokens is None or not context.parts.tallies.block_changes:
-            tokens = await trio.to_thread.run_sync(_cache_tokens, blocks, context.options.device, tokens)
+            tokens = await trio.to_thread.run_sync(_cache_tokens, blocks, tokens)
         server = SpanServer(context, replace(announcement, load_seconds=load_seconds), compute, speed, tokens)
         return await server.run(on_ready, stop)
     finally:
@@ -294,7 +294,7 @@ class SpanServer:
             network_seconds=self._speed.byte_seconds * blocks.stack.width() * blocks.dtype.itemsize,
             next_span=self._next_span,
             pledge=self._pledging.current(),
-            device=blocks.device.type,
+            device=_device_kind(blocks),
             credits_of=self._issuers(),
             adapters=self._adapters.announced,
         )
@@ -309,7 +309,7 @@ class SpanServer:
             state="paused" if self._away else "draining" if self._requests.draining else "online",
             dtype=hosted.dtype,
             quantisation=hosted.quantisation,
-            device=self._compute.blocks.device.type,
+            device=_device_kind(self._compute.blocks),
             sessions=service.sessions,
             batch_streams=service.batch_streams,
             cache_capacity=service.cache.capacity,
@@ -325,7 +325,7 @@ class SpanServer:
         return tuple(self._context.swarm.trust.trusted.owners)[: ANNOUNCEMENT.max_issuers]
 
     def _ready(self) -> dict[str, object]:
-        swarm, span = self._context.swarm, self._announcement.span
+        swarm, span, parts = self._context.swarm, self._announcement.span, self._compute.blocks.parts
         return {
             "peer_id": swarm.peer_id,
             "addrs": list(swarm.addrs),
@@ -335,7 +335,8 @@ class SpanServer:
             "model_version": self._hosted.model_version.hex(),
             "dtype": self._hosted.dtype,
             "quantisation": self._hosted.quantisation,
-            "device": str(self._compute.blocks.device),
+            "device": "+".join(str(part.device) for part in parts),
+            "devices": [{"device": str(part.device), "blocks": [part.span.start, part.span.end]} for part in parts],
             "kernels": self._compute.blocks.kernels,
             "experts_on_disk": self._compute.blocks.disk_bytes > 0,
             "cache_tokens": self._service.cache.capacity,
@@ -356,19 +357,34 @@ class SpanServer:
             await trio.sleep(SERVING.announce_interval)
 
 
-def _cache_tokens(blocks: BlockSpan, device: str, asked: int | None) -> int:
-    """Tokens of attention cache to offer; claims their memory, and that of the weights.
+def _device_kind(blocks: BlockSpan) -> str:
+    """As it is announced: of several devices every kind."""
+    return "+".join(sorted({part.device.type for part in blocks.parts}))
+
+
+def _cache_tokens(blocks: BlockSpan, asked: int | None) -> int:
+    """Tokens of attention cache to offer, as many as fit on each device; claims the memory of all programs that they,
+    and the weights there, take.
 
     Raises:
         MachineError: fewer fit than were asked for, now that it is known what a token takes.
     """
-    memory, weights = device_memory(device), blocks.weight_bytes - blocks.disk_bytes
-    free = memory.free - unused(weights) if memory.shared else memory.free
-    if asked is not None:
-        check_cache_fits(memory, free, asked, blocks.cache_bytes_per_token)
-    tokens = asked or cache_tokens_that_fit(max(0, free), blocks.cache_bytes_per_token)
-    if memory.shared:
-        claim(weights + tokens * blocks.cache_bytes_per_token)
+    own = [[part] for part in blocks.parts if part.device.type == "cuda"]
+    shared = [part for part in blocks.parts if part.device.type != "cuda"]
+    tokens = asked or MEMORY_SHARES.max_cache_tokens
+    for parts in filter(None, [*own, shared]):
+        memory, weights = (
+            device_memory(str(parts[0].device)),
+            sum(part.weight_bytes - part.disk_bytes for part in parts),
+        )
+        per_token = sum(part.cache_bytes_per_token for part in parts)
+        free = memory.free - unused(weights) if memory.shared else memory.free
+        if asked is not None:
+            check_cache_fits(memory, free, asked, per_token)
+        else:
+            tokens = min(tokens, cache_tokens_that_fit(max(0, free), per_token))
+        if memory.shared:  # the last one, so that it is known how many tokens all have
+            claim(weights + tokens * per_token)
     return tokens
 
 

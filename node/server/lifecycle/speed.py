@@ -103,10 +103,18 @@ def cpu_threads() -> int:
 
 
 def measure_speed(blocks: BlockSpan) -> BlockSpeed:
-    """Runs short prefills and a few decode steps of its first blocks. Call it on the thread that owns the device.
+    """Runs short prefills and a few decode steps of the first blocks of each device. Call it on the thread that owns
+    these. The speed is that of the average block.
 
     The best of several, because whatever else the machine was doing is not the span's cost.
     """
+    found = [(len(part.span) / len(blocks.span), _measured(part)) for part in blocks.parts]
+    steps = sum(share * speed.step_seconds for share, speed in found)
+    return BlockSpeed(steps, sum(share * speed.token_seconds for share, speed in found))
+
+
+def _measured(blocks: BlockSpan) -> BlockSpeed:
+    """The same of one device."""
     import torch  # 2 s: whoever only asks what was measured before does without
 
     from ...blocks.kernels.choice import sample_of

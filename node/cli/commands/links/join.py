@@ -26,7 +26,7 @@ from ....network.nat.relay import RelayLimits
 from ....placement.joining import span_for_newcomer, why_join
 from ....placement.observed import observe_servers
 from ....placement.plan import DEFAULT
-from ....server.lifecycle.memory import plan_memory
+from ....server.lifecycle.devices import plan_memory
 from ....server.lifecycle.options import ServerOptions
 from ....server.lifecycle.pausing import PausePolicy
 from ....swarm.swarm import Swarm
@@ -35,7 +35,7 @@ from ....weights.remote_model import RemoteModel, find_remote_model
 from ...conversation.options import ChatOptions
 from ...join import KEY_IN_SIGHT, JoinOptions, joined, joins_swarm
 from ...metrics import MetricsOptions
-from ...model_choice import check_device, is_named, model_folder, served_model
+from ...model_choice import check_devices, is_named, model_folder, served_model
 from ...option import option
 from ...output import Output
 from ...process import shown
@@ -58,11 +58,11 @@ class JoinWishes(ComputeOptions):
             BadInput: options for serving and for chatting contradict each other.
             MachineError: this machine has no such device.
         """
-        if self.chat and (self.count is not None or self.device != "auto"):
+        if self.chat and (self.count is not None or self.device):
             raise BadInput("--num-blocks and --device are for serving, and --chat serves nothing: leave them out")
         if not self.chat and (self.prompt is not None or self.show_route):
             raise BadInput("--prompt and --show-route go with --chat: add that, or leave them out")
-        check_device(self.device)
+        check_devices(self.devices)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def join(
         chat_with(prospect.model, ChatOptions(prompt=prompt, show_route=wishes.show_route, yes=True), join)
         return
     assert prospect.span is not None
-    server = ServerOptions(prospect.model, num_blocks=len(prospect.span), device=wishes.device, kernels="auto")
+    server = ServerOptions(prospect.model, num_blocks=len(prospect.span), devices=wishes.devices, kernels="auto")
     trio.run(run_serve, ServeOptions(server, join, RelayLimits(), MetricsOptions(), PausePolicy()))
 
 
@@ -194,7 +194,7 @@ async def _look(scratch: str, join: JoinOptions, wishes: JoinWishes, output: Out
         found = Prospect(f"{split_version(asked)[0]}@{version.hex()[:16]}", num_blocks, len(servers))
         if wishes.chat:
             return replace(found, fetch=_missing(asked, remote, "client"))
-        options = ServerOptions(asked, num_blocks=wishes.count, device=wishes.device, kernels="auto")
+        options = ServerOptions(asked, num_blocks=wishes.count, devices=wishes.devices, kernels="auto")
         alias = ALIASES.get(split_version(asked)[0])
         stored = 0 if alias is None else alias.block_bytes
         sizing = await trio.to_thread.run_sync(plan_memory, folder, options, stored)

@@ -1,7 +1,7 @@
 """Activations of eight bits: what linear layers multiply is rounded first, each row for itself.
 
 The layers are those that quantisation takes, but for experts. Changes by LoRA get what entered; gradients are those of
-layers that do not round. How a row is rounded: `quantisation/rounding.py`.
+layers that do not round. How a row is rounded: `rounding.py`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .kernels.tiles import TiledMatrix
-from .quantisation.matrix import QuantisedLinear
-from .quantisation.rounding import Rounded, rounded
-from .quantisation.slots import matrix_slots
+from ..kernels.tiles import TiledMatrix
+from .matrix import QuantisedLinear
+from .rounding import Rounded, rounded
+from .slots import matrix_slots
 
 
 def layers_that_round(blocks: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
