@@ -35,7 +35,7 @@ from ..models.gguf.weights import GgufWeights
 from .caches.chosen_tokens import settle_choices
 from .caches.own_states import keep_states_in_caches
 from .config import refuse_outside_inputs
-from .images.language_part import causal_model
+from .images.language_part import Uninitialised, causal_model
 from .kernels.library import library
 from .kernels.tiles import STORED, TiledMatrix, held_as
 from .quantisation.stored import StoredQuantised
@@ -208,7 +208,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
     """
     refuse_outside_inputs(config)
     try:
-        with BUILDING, torch.device("meta"):
+        with BUILDING, torch.device("meta"), Uninitialised():
             try:
                 model = causal_model(config, dtype)
             except NotImplementedError:

@@ -166,12 +166,10 @@ class AsksPeers(Protocol):
     async def measure_rtt(self, peer_id: str, *, timeout: float) -> float: ...
 
 
-async def measure_rtts(
-    swarm: AsksPeers, peer_ids: Iterable[str], *, timeout: float, at_once: int = 32
-) -> dict[str, float | PeerError]:
-    """`Swarm.measure_rtt` of several peers side by side: seconds by peer id, or why there is no answer."""
+async def measure_rtts(swarm: AsksPeers, peer_ids: Iterable[str], *, timeout: float) -> dict[str, float | PeerError]:
+    """`Swarm.measure_rtt` of several peers, 32 side by side: seconds by peer id, or why there is no answer."""
     found: dict[str, float | PeerError] = {}
-    limiter = trio.CapacityLimiter(at_once)
+    limiter = trio.CapacityLimiter(32)
     async with trio.open_nursery() as nursery:
         for peer_id in peer_ids:
             nursery.start_soon(_note_rtt, swarm, peer_id, timeout, found, limiter)

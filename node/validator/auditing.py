@@ -28,6 +28,7 @@ class AuditLimits:
     offer_timeout: float = 30.0
     piece_timeout: float = 30.0
     calls_per_minute: int = 12  # Of one client
+    sample: int = 2  # Receipts that are taken of a call
     max_calls: int = 8  # At once, of all clients
     max_pending: int = 32  # Bundles that wait to be judged
     max_pending_bytes: int = 256 << 20
@@ -57,12 +58,11 @@ def choose(receipts: Sequence[Receipt], model_version: bytes, count: int) -> lis
 class ReceiptAuditService:
     """Handles `/petalnode/receipts/1` on a swarm that listens; `next` gives one audit after the other.
 
-    Those of the model version that can be judged here; `sample` is how many are taken of a call.
+    Those of the model version that can be judged here.
     """
 
-    def __init__(self, swarm: Swarm, model_version: bytes, *, sample: int = 2) -> None:
+    def __init__(self, swarm: Swarm, model_version: bytes) -> None:
         self._model_version = model_version
-        self._sample = sample
         self._calls: dict[str, deque[float]] = {}
         self._swarm = swarm
         self._places = Places(AUDITS.max_calls)
@@ -104,7 +104,7 @@ class ReceiptAuditService:
         except ValueError as error:
             raise ProtocolError(f"{stream.peer_id} offers what is no receipt: {error}", stream.peer_id) from None
         signatures = offer.countersignatures
-        for number in choose(receipts, self._model_version, self._sample):
+        for number in choose(receipts, self._model_version, AUDITS.sample):
             receipt = receipts[number]
             if (
                 receipt.client != stream.peer_id

@@ -9,7 +9,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from ...protocols.ids import Span
 from ..trust.store import Database
 from ..verification.verdicts import Verdict
 
@@ -67,15 +66,6 @@ class History(Database):
             (model_version,),
         )
         return {peer_id: max(0.0, moment - last) for peer_id, last in rows}
-
-    def last(self, model_version: bytes, peer_id: str, count: int = 20) -> list[Verdict]:
-        """Its last verdicts, the newest first."""
-        rows = self._database.execute(
-            "SELECT first_block, end_block, verdict, reason, error, tolerance, kind, requests FROM verdicts "
-            "WHERE model_version = ? AND peer_id = ? ORDER BY number DESC LIMIT ?",
-            (model_version, peer_id, count),
-        )
-        return [Verdict(peer_id, Span(start, end), *rest) for start, end, *rest in rows]
 
 
 def last_verdicts(file: Path, model_version: bytes) -> Mapping[str, tuple[str, str, float]]:

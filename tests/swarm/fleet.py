@@ -115,11 +115,11 @@ class _Sent:
 
 
 class Fleet:
-    """Three servers at each position of the chain, kept at three by starting another for each that is killed."""
+    """`each` servers at each position of the chain, as many again after another is started for each that is killed."""
 
-    def __init__(self, pool: MemoryPool) -> None:
+    def __init__(self, pool: MemoryPool, each: int = 3) -> None:
         self._pool = pool
-        self._servers = [pool.start(blocks) for blocks in POSITIONS * 3]
+        self._servers = [pool.start(blocks) for blocks in POSITIONS * each]
 
     def at(self, session: Any, position: int) -> MemoryServer:
         """The server at a position of the session's chain; negative ones count from the end."""

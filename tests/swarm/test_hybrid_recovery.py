@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
+from petalnode.node.testing.memory_network import MemoryNetwork
 from petalnode.node.testing.memory_servers import MemoryServer
 from tests.greedy import generate, prompt
 from tests.inspection import client_of
@@ -56,7 +59,7 @@ def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet(pool: MemoryPool) -> Fleet:
-    return Fleet(pool)
+    return Fleet(pool, each=2)
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +79,13 @@ def far(opened: Model, pool: MemoryPool, model: Model) -> Iterator[None]:
     """A round trip between any two nodes takes 100 ms."""
     peers = [client_of(opened).swarm.peer_id, *(server.peer_id for server in pool.alive)]
 
-    def delay(seconds: float) -> None:
-        for place, one in enumerate(peers):
-            for other in peers[:place]:
-                pool.swarm.change(
-                    lambda network, one=one, other=other: setattr(network.link(one, other), "delay", seconds)
-                )
+    def delay(network: MemoryNetwork, seconds: float) -> None:
+        for one, other in combinations(peers, 2):
+            network.link(one, other).delay = seconds
 
-    delay(ONE_WAY)
+    pool.swarm.change(partial(delay, seconds=ONE_WAY))
     yield
-    delay(0.0)
+    pool.swarm.change(partial(delay, seconds=0.0))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ What a round finds is seen on servers in memory; the command and the service run
 from __future__ import annotations
 
 import signal
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +25,6 @@ from petalnode.node.models import compute_manifest, resolve
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
 from petalnode.node.trust.bundle import Bundle
-from petalnode.node.validator.history import History
 from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.protocols.ids import Span
 from petalnode.protocols.tensors import encode
@@ -197,10 +198,11 @@ def test_the_service_finds_who_is_honest_to_strangers(suspected: SuspectSwarm, t
     assert bundle.accused == suspect and bundle.accuser == validator.peer_id
     folder = resolve(str(swarm.folder), need="all")
     assert check_evidence(bundle, folder).proven
-    with History(tmp_path / "data" / "petalnode" / "validator" / "history.sqlite") as history:
-        kept = history.last(compute_manifest(folder).version, suspect, 1000)
-    assert {verdict.verdict for verdict in kept if verdict.kind == "receipts"} == {"faulty"}
-    assert "faulty" not in {verdict.verdict for verdict in kept if verdict.kind != "receipts"}
+    of_suspect = "SELECT verdict, kind FROM verdicts WHERE model_version = ? AND peer_id = ?"
+    with closing(sqlite3.connect(tmp_path / "data" / "petalnode" / "validator" / "history.sqlite")) as history:
+        kept = history.execute(of_suspect, (compute_manifest(folder).version, suspect)).fetchall()
+    assert {verdict for verdict, kind in kept if kind == "receipts"} == {"faulty"}
+    assert "faulty" not in {verdict for verdict, kind in kept if kind != "receipts"}
 
 
 def test_nobody_there(node_starter: Nodes, models: Path) -> None:

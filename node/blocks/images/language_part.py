@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -72,6 +73,16 @@ class StatesPart(LanguagePart):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         take_usual_arguments(self.base_model)
+
+
+class Uninitialised(TorchFunctionMode):
+    """In this thread, `torch.nn.init` leaves tensors as they are: those without memory take no values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", None) == torch.nn.init.__name__:
+            return args[0] if args else given["tensor"]
+        return func(*args, **given)
 
 
 def causal_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -3,7 +3,7 @@
 The problem is that of Ren, "Task Scheduling for Decentralized LLM Serving in Heterogeneous Networks" (UC Berkeley,
 EECS-2024-111, section 3). The answer here is an optimum where there is time to prove it, and it seldom takes much.
 
-Every machine is the root of the cycles of which it is the fastest. A first cycle and a first bound leave few
+Every machine is the root of the cycles of which it is the fastest. A first cycle and the bound of each root leave few
 roots. Through those that are left, the search for cycles (label_search.py) is widened until none may be better, or the
 time is over.
 """
@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from ...errors import SwarmError
-from ...swarm.cost import Floats, Ints
+from ...swarm.cost import Ints
 from .cycle import Problem, Schedule, cycle_seconds, split_blocks
 from .label_search import MAX_MACHINES, MAX_RATES, TOLERANCE, Bound, Cycle, Machines, Roots, bound, search, split
 
@@ -92,37 +91,6 @@ def first_cycle(machines: Machines, roots: Roots) -> tuple[Cycle, Ints]:
     return best, np.argsort(seconds, kind="stable")
 
 
-def first_bound(machines: Machines, roots: Roots) -> Floats:
-    """[R]: what no cycle of a root goes below. A knapsack: every machine at most once, and its shortest ways in and out
-    by halves, to whichever machines."""
-    blocks, size = machines.blocks, len(machines.capacity)
-    number = np.arange(len(roots))
-    member = roots.allowed.copy()
-    member[number, roots.root] = True
-    way = machines.way + np.diag(np.full(size, np.inf))
-    into = np.where(member[:, :, None], way, np.inf).min(1)
-    out_of = np.where(member[:, None, :], way, np.inf).min(2)
-    ways = np.where(roots.allowed, into + out_of, np.inf) / 2
-
-    most = int(machines.capacity.max())
-    least = np.full((len(roots), most + blocks + 1), np.inf)  # `most` columns of nothing, then for 0, 1 .. blocks
-    least[:, most] = 0.0
-    for machine in np.flatnonzero(roots.allowed.any(0)):
-        room = int(machines.capacity[machine])
-        computing = np.arange(room, 0, -1) * machines.seconds[machine]
-        before = sliding_window_view(least, room, axis=1)[:, most - room : most - room + blocks + 1]
-        spent = (before + computing).min(2) + ways[:, machine, None]
-        np.minimum(least[:, most:], spent, out=least[:, most:])
-
-    found = np.empty(len(roots))
-    for index, root in enumerate(roots.root):
-        own = np.arange(machines.capacity[root] + 1)
-        rest = least[index, most + blocks - own] + own * machines.seconds[root]
-        rest[own < blocks] += (into[index, root] + out_of[index, root]) / 2
-        found[index] = rest.min()
-    return found
-
-
 def fastest_cycle(problem: Problem, *, seconds: float = 1.0) -> Schedule:
     """The schedule of least time per token that is found within about `seconds`.
 
@@ -154,20 +122,15 @@ def fastest_cycle(problem: Problem, *, seconds: float = 1.0) -> Schedule:
 def _search(machines: Machines, home: int | None, until: float) -> tuple[Cycle, float]:
     """The best cycle that was found, and what none goes below."""
     roots = roots_of(machines, home)
-    best, least = first_cycle(machines, roots)[0], first_bound(machines, roots)
-    promising = np.argsort(least, kind="stable")
+    best, promising = first_cycle(machines, roots)
     at_once = max(1, CYCLES.pairs_at_once // len(machines.capacity) ** 2)
     open_bounds: list[Bound] = []
-    skipped = np.inf
+    least = np.inf
     for first in range(0, len(promising), at_once):
-        chosen = promising[first : first + at_once]
-        chosen = chosen[least[chosen] < best.seconds - TOLERANCE]
-        if not chosen.size:
-            break
         if first and time.monotonic() > until:
-            skipped = float(least[chosen].min())
+            least = 0.0
             break
-        of_roots = bound(machines, roots.chosen(chosen))
+        of_roots = bound(machines, roots.chosen(promising[first : first + at_once]))
         best, whole = search(machines, of_roots, best, _WIDTHS[0], until)
         open_bounds += [] if whole else [of_roots]
     for width in _WIDTHS[1:]:
@@ -175,7 +138,7 @@ def _search(machines: Machines, home: int | None, until: float) -> tuple[Cycle, 
         for of_roots in narrow:
             best, whole = search(machines, of_roots, best, width, until)
             open_bounds += [] if whole else [of_roots]
-    return best, min([best.seconds, skipped, *(float(of_roots.least.min()) for of_roots in open_bounds)])
+    return best, min([best.seconds, least, *(float(of_roots.least.min()) for of_roots in open_bounds)])
 
 
 def _promising(problem: Problem, order: Ints) -> Ints:
