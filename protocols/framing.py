@@ -70,7 +70,7 @@ class RawStream(Protocol):
     async def read(self, n: int) -> bytes:
         """1 to `n` bytes, or none at the end. May be cancelled without loss. Raises OSError when reset."""
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: bytes | memoryview) -> None:
         """Writes all. Cancelled, it may have written a part. Raises OSError when closed or reset."""
 
     def write_nowait(self, data: bytes) -> bool:
@@ -166,7 +166,7 @@ class MessageStream(Generic[F]):
         except OSError as error:
             raise self._closed(f"the stream to {self.peer_id} is closed: {error}") from error
 
-    async def _send_pieces(self, pieces: Iterable[bytes]) -> None:
+    async def _send_pieces(self, pieces: Iterable[bytes | memoryview]) -> None:
         if self._broken is not None:
             raise self._broken
         try:
@@ -191,8 +191,7 @@ class MessageStream(Generic[F]):
                 tensor.nbytes = view.nbytes
             elif tensor.nbytes != view.nbytes:
                 raise ValueError(f"a payload of {view.nbytes} bytes for a tensor of {tensor.nbytes} bytes")
-        header = frame.SerializeToString()
-        total = sum(view.nbytes for view in views)
+        header, total = frame.SerializeToString(), sum(view.nbytes for view in views)
         if len(header) > self.max_header or total > self._max_payload or len(tensors) > MAX_TENSORS:
             sizes = f"a header of {len(header)} bytes and {len(tensors)} tensors of {total} bytes"
             raise ValueError(f"{sizes}; this stream takes {self.max_header}, {MAX_TENSORS} and {self._max_payload}")
@@ -394,8 +393,8 @@ def varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _pieces(views: Sequence[memoryview]) -> Iterator[bytes]:
-    """The concatenation of `views`, cut into full pieces."""
+def _pieces(views: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
+    """The concatenation of `views`, cut into full pieces; several of one view are not copied and come as one."""
     gathered: list[memoryview] = []
     room = _PIECE
     for rest in views:
@@ -403,8 +402,9 @@ def _pieces(views: Sequence[memoryview]) -> Iterator[bytes]:
             gathered.append(rest[:room])
             rest, room = rest[room:], room - len(gathered[-1])
             if room == 0:
-                yield b"".join(gathered)
-                gathered, room = [], _PIECE
+                whole = len(rest) // _PIECE * _PIECE
+                yield from filter(len, (b"".join(gathered), rest[:whole]))
+                gathered, room, rest = [], _PIECE, rest[whole:]
     if gathered:
         yield b"".join(gathered)
 

@@ -104,7 +104,7 @@ class MemoryStream:
             with trio.move_on_at(self._coming[0][0] if self._coming and not self._frozen else float("inf")):
                 await changed.wait()
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: bytes | memoryview) -> None:
         await trio.lowlevel.checkpoint()
         view = memoryview(data)
         while view:

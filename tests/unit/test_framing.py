@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+from itertools import cycle
 
 import pytest
 import trio
@@ -53,9 +55,35 @@ async def test_small_message_is_one_write_and_large_several():
     assert len(a.writes) == 1
     a.writes.clear()
     await sender.send(step(2, [200_000]), [bytes(200_000)], timeout=1)
-    assert a.writes[:-1] == [65477] * 3
+    assert a.writes[:-1] == [65477, 2 * 65477]  # what is whole frames is not copied
     for _ in range(2):
         await receiver.receive(timeout=1)
+
+
+@pytest.mark.parametrize("cuts", [(1,), (3, 5000), (65_477,), (16_384, 70_000, 2), (400_000,)])
+async def test_payloads_are_whole_however_they_come(cuts):
+    sent, got = ends()
+    theirs, receiver = MessageStream(sent, Frame, PEER), MessageStream(got, Frame, PEER)
+    contents = [[os.urandom(size) for size in sizes] for sizes in ((100_000, 7, 50_000), (90_000,), (5,), (20_000,))]
+    said = b""
+    for number, payloads in enumerate(contents):
+        views, _ = theirs._encode(step(number, [0] * len(payloads)), payloads)
+        said += b"".join(views)
+
+    async def say() -> None:
+        start = 0
+        for size in cycle(cuts):
+            await sent.write(said[start : start + size])
+            start += size
+            if start >= len(said):
+                return
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(say)
+        for number, payloads in enumerate(contents):
+            frame, came = await receiver.receive(timeout=60)
+            assert (frame.step.sequence, came) == (number, payloads)
+    assert not receiver._buffer
 
 
 async def test_payloads_may_be_views_of_any_item_size():

@@ -19,6 +19,7 @@ from petalnode.node.network.transport.muxed_stream import (
     GO_AWAY,
     HEADER,
     INITIAL_WINDOW,
+    LARGE_DATA,
     MAX_DATA,
     PING,
     RST,
@@ -28,7 +29,7 @@ from petalnode.node.network.transport.muxed_stream import (
 )
 from petalnode.node.network.transport.raw_connection import Path
 from petalnode.node.network.transport.tcp_window import seconds_kept
-from tests.memory_muxer import DIRECT, MemoryRaw, muxer, read, settled
+from tests.memory_muxer import MemoryRaw, muxer, read, settled
 
 pytestmark = pytest.mark.virtual_time
 
@@ -105,11 +106,14 @@ async def test_ping_is_answered_and_answer_is_not() -> None:
 
 async def test_circuits_frames_are_sealed_twice_and_fit() -> None:
     relayed = Path(direct=False, relay="relay", remote_addr=None, inbound=True)
-    for path, largest in ((DIRECT, MAX_DATA), (relayed, MAX_DATA - HEADER.size - 18)):
-        async with muxer(MemoryRaw(path=path)) as (ours, other):
+    raws = MemoryRaw(is_socket=True), MemoryRaw(), MemoryRaw(path=relayed)
+    for raw, largest in zip(raws, (LARGE_DATA, MAX_DATA, MAX_DATA - HEADER.size - 18), strict=True):
+        async with muxer(raw) as (ours, other):
             other.open(1)
             stream = await ours.accept_stream()
-            await stream.write(bytes(2 * MAX_DATA))
+            other.say(WINDOW_UPDATE, 0, 1, WINDOW)
+            await settled()
+            await stream.write(bytes(2 * LARGE_DATA))
             assert max(frame[3] for frame in other.frames()) == largest
             assert not stream.write_nowait(bytes(largest + 1)) and stream.write_nowait(bytes(largest))
 

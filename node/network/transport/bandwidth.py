@@ -168,11 +168,11 @@ class Recent:
         self._at = trio.current_time()
 
     def add(self, size: float) -> None:
-        self._amount = self.amount() + size
-        self._at = trio.current_time()
+        self._amount = self.amount(now := trio.current_time()) + size
+        self._at = now
 
-    def amount(self) -> float:
-        return self._amount * math.exp2((self._at - trio.current_time()) / 0.5)
+    def amount(self, now: float | None = None) -> float:
+        return self._amount * math.exp2((self._at - (trio.current_time() if now is None else now)) / 0.5)
 
 
 def parse_rate(text: str | None, option: str) -> int | None:

@@ -253,8 +253,7 @@ class NodeLimits:
         self.work.spend(units)
         if not use.is_quiet:
             self._loud.spend(units)
-        use.recent.add(units)
-        self.granted(use, granted)
+        use.recent.add(units + (WORK.granted_part - 1) * granted)
 
     def granted(self, use: AddressUse, units: float) -> None:
         """This number of the units that it took lately was for what it is granted."""

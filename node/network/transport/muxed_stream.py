@@ -23,6 +23,8 @@ INITIAL_WINDOW: Final = 256 * 1024  # by the specification
 WINDOW: Final = 4 * 1024 * 1024  # what we grant to most: 40 MB/s at a round trip of 100 ms
 _SMALL: Final = 32 * 1024  # bytes: a token's hidden state, which does not wait behind large data
 MAX_DATA: Final = MAX_PLAINTEXT - HEADER.size  # a frame fills one Noise message
+LARGE_DATA: Final = 4 * MAX_PLAINTEXT - HEADER.size
+"""Of a frame straight over TCP, which fills four: a frame takes a tenth of a ms beside its bytes."""
 # Data of small frames are put together: a chunk of two bytes takes 56, and only two would be counted.
 _SMALL_CHUNK: Final = 4096
 _FULL_CHUNK: Final = 64 * 1024
@@ -45,7 +47,7 @@ class StreamConnection(Protocol):
     def may_widen(self, more: int) -> bool:
         """Whether the peer may be given so much more window; counted until `forget_if_done`."""
 
-    def put(self, kind: int, flags: int, stream_id: int, length: int, data: bytes = b"") -> None: ...
+    def put(self, kind: int, flags: int, stream_id: int, length: int, data: bytes | memoryview = b"") -> None: ...
 
     @property
     def has_room(self) -> bool: ...
@@ -168,7 +170,7 @@ class MuxedStream(IMuxedStream):
             self._granted += more
             self.muxed_conn.put(WINDOW_UPDATE, 0, self.stream_id, more)
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: bytes | memoryview) -> None:
         """Writes all of `data`; waits for the peer's window and for the socket.
 
         Cancelled, a part may have been written, and the connection is as good as before.
@@ -181,8 +183,8 @@ class MuxedStream(IMuxedStream):
         upload = self.muxed_conn.upload
         largest = self.muxed_conn.max_data
         if upload is not None:
-            largest = min(largest, upload.turn_size)
-        start = 0
+            largest = min(largest, MAX_DATA, upload.turn_size)
+        start, view = 0, memoryview(data)
         while start < len(data):
             await self.muxed_conn.wait_room()
             while self.send_window == 0 and self.lost is None and not self.write_closed:
@@ -196,7 +198,7 @@ class MuxedStream(IMuxedStream):
             size = min(self.send_window, largest, len(data) - start)
             self.send_window -= size
             self._count.sent += size
-            self.muxed_conn.put(DATA, 0, self.stream_id, size, data[start : start + size])
+            self.muxed_conn.put(DATA, 0, self.stream_id, size, view[start : start + size])
             start += size
 
     def write_nowait(self, data: bytes) -> bool:

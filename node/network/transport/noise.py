@@ -8,11 +8,12 @@ and the bytes on the wire are libp2p's. Only the transport of messages after the
 from __future__ import annotations
 
 from collections import deque
-from typing import Final
+from typing import Any, Final
 
 import trio
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from libp2p.abc import ConnectionType, IRawConnection, ISecureConn
 from libp2p.crypto import serialization
@@ -27,17 +28,17 @@ from libp2p.security.noise.io import NoiseTransportReadWriter
 from libp2p.security.noise.transport import Transport
 from libp2p.security.secure_session import SecureSession
 from multiaddr import Multiaddr
-from noise.exceptions import NoiseInvalidMessage  # type: ignore[import-untyped]
 
 from .raw_connection import ByteSink, PskConnection
 
 MAX_PLAINTEXT: Final = 65535 - 16
-# What may wait for the socket before writers have to. Small, so that a decode step behind a prefill waits little.
-_OUT_LIMIT: Final = 256 * 1024
+# What may wait for the socket before writers have to. Small, so that a decode step behind a prefill waits little:
+# for this and one frame.
+_OUT_LIMIT: Final = 64 * 1024
 _OUT_SOFT_LIMIT: Final = 1024 * 1024  # beyond which pings are not answered
 # Window updates, resets and the like do not wait; a peer that leaves this number of bytes of them unread is no peer.
 OUT_HARD_LIMIT: Final = 16 * 1024 * 1024
-# A peer whose system takes no 64 KiB within this time is as good as gone.
+# A peer whose system takes no 64 KiB within this time, on average over a frame, is as good as gone.
 STALL_LIMIT: Final = 10.0  # seconds
 MAX_RSA_KEY: Final = 600
 """Bytes of an RSA key that a stranger shows; a public one of 4,096 bits has 550."""
@@ -102,6 +103,19 @@ class BufferedNoise(Transport):
         return NoiseSession(await super().secure_outbound(conn, peer_id), conn)
 
 
+class _Cipher:
+    """One direction after the handshake: a key, and the number of the next message (Noise, section 5.1). `state` is the
+    library's, which takes no views of bytes."""
+
+    def __init__(self, state: Any) -> None:
+        self.aead: ChaCha20Poly1305 = state.cipher.cipher
+        self._number: int = state.n
+
+    def nonce(self) -> bytes:
+        self._number += 1
+        return bytes(4) + (self._number - 1).to_bytes(8, "little")
+
+
 class NoiseSession(BaseSession):
     """One encrypted connection after its handshake. One task may read at a time; any task may write.
 
@@ -118,7 +132,8 @@ class NoiseSession(BaseSession):
             is_initiator=session.is_initiator,
         )
         assert isinstance(session.conn, NoiseTransportReadWriter)
-        self._cipher = session.conn.noise_state
+        states = session.conn.noise_state.noise_protocol
+        self._sealing, self._opening = map(_Cipher, (states.cipher_state_encrypt, states.cipher_state_decrypt))
         assert isinstance(conn, PskConnection)
         self._raw = conn.raw
         self._psk = conn.cipher
@@ -154,12 +169,11 @@ class NoiseSession(BaseSession):
                 end = start + 2 + int.from_bytes(view[start : start + 2], "big")
                 if len(view) < end:
                     break
-                message = bytes(view[start + 2 : end])
-                start = end
                 try:
-                    plaintexts.append(bytes(self._cipher.decrypt(message)))
-                except NoiseInvalidMessage as error:
+                    plaintexts.append(self._opening.aead.decrypt(self._opening.nonce(), view[start + 2 : end], None))
+                except InvalidTag as error:
                     raise ConnectionAbortedError("a message failed its authentication") from error
+                start = end
         del incoming[:start]
         return plaintexts
 
@@ -213,10 +227,13 @@ class NoiseSession(BaseSession):
             raise ConnectionAbortedError("the peer asks for more than it reads")
         if self.upload is not None:
             self.upload.spend(len(data))
-        for start in range(0, len(data), MAX_PLAINTEXT):
-            part = data if len(data) <= MAX_PLAINTEXT else data[start : start + MAX_PLAINTEXT]
-            sealed = self._cipher.encrypt(part)
-            self._put_raw(len(sealed).to_bytes(2, "big") + sealed)
+        parts = []
+        with memoryview(data) as view:
+            for start in range(0, len(data), MAX_PLAINTEXT):
+                sealed = self._sealing.aead.encrypt(self._sealing.nonce(), view[start : start + MAX_PLAINTEXT], None)
+                parts += [len(sealed).to_bytes(2, "big"), sealed]
+        if parts:
+            self._put_raw(b"".join(parts))
 
     def _put_raw(self, message: bytes) -> None:
         if self._psk is not None:
@@ -268,7 +285,7 @@ class NoiseSession(BaseSession):
                 self._sent.unpark_all()
 
     async def _send_raw(self, message: bytes) -> None:
-        with trio.move_on_after(STALL_LIMIT):
+        with trio.move_on_after(STALL_LIMIT * max(1.0, len(message) / (64 * 1024))):
             await self._raw.send(message)
             return
         raise ConnectionAbortedError(f"the peer took nothing for {STALL_LIMIT:g} s")

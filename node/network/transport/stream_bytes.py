@@ -164,7 +164,7 @@ class StreamBytes:
                 raise ConnectionRefusedError(f"the peer does not speak {self._asked}")
             self._answer = self._answer[len(part) :]
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: bytes | memoryview) -> None:
         try:
             await self._muxed.write(data)
         except MuxedStreamError as error:

@@ -27,6 +27,7 @@ from .muxed_stream import (
     GO_AWAY,
     HEADER,
     INITIAL_WINDOW,
+    LARGE_DATA,
     MAX_DATA,
     PING,
     RST,
@@ -70,7 +71,7 @@ class Muxer(IMuxedConn):
         self.peer_id = peer_id
         self.secured_conn: NoiseSession = conn  # or a connection of WebRTC, which has what is called here
         self.path = self.secured_conn.path
-        self.max_data = MAX_DATA if conn.path.direct else MAX_DATA - _SEALING
+        self.max_data = LARGE_DATA if self.secured_conn.keeps_window else MAX_DATA - _SEALING * (not self.path.direct)
         self.event_started = trio.Event()
         self.lost: str | None = None
         self._unread = [0, 0]  # bytes, on streams that were granted nothing, and on others
@@ -81,17 +82,15 @@ class Muxer(IMuxedConn):
         self._work, self._granted_work = 0.0, 0  # units since others had their turn; on streams granted something
         self._waits = False  # for its turn: what it said lies unread
         self._answer = answer  # the part of it that has not come yet
-        self._rest = b""  # the beginning of a frame's header
+        self._rest = self._held = b""  # the beginning of a frame's header; frames that go with the next one
         self._body, self._body_flags = 0, 0  # bytes that the current frame still brings
         self._body_of: MuxedStream | None = None
-        self._scope = trio.CancelScope()
+        self._scope, self._window = trio.CancelScope(), WindowKeeper(limits)
         self._next_id = 1 if conn.is_initiator else 2
         self._streams: dict[int, MuxedStream] = {}
         self._ended: list[MuxedStream] = []  # with the connection; their tasks are to be woken
         self._accept_send, self._accept_receive = trio.open_memory_channel[MuxedStream](LIMITS.streams_of_connection)
         self._heard, self._suspected = trio.current_time(), False
-        self._held = b""  # frames that go with the next one
-        self._window = WindowKeeper(limits)
 
     # --- streams
 
@@ -161,7 +160,7 @@ class Muxer(IMuxedConn):
 
     # --- writing
 
-    def put(self, kind: int, flags: int, stream_id: int, length: int, data: bytes = b"") -> None:
+    def put(self, kind: int, flags: int, stream_id: int, length: int, data: bytes | memoryview = b"") -> None:
         """Sends a frame without waiting. On a dead connection it goes nowhere.
 
         A frame that opens a stream goes with the next one, which is its negotiation and comes at once. The first ten
@@ -230,7 +229,8 @@ class Muxer(IMuxedConn):
         self.secured_conn.divert(self)
         while self.lost is None:
             for data in await self.secured_conn.receive():
-                await self._turn()
+                if not self._work:  # else its turn goes on
+                    await self._turn()
                 self._feed(data)
                 while self._work >= WORK.at_once:
                     self._end_turn()
