@@ -76,7 +76,7 @@ def test_plan_keeps_sharing_blocks_on_one_machine(machines: Path, tmp_path: Path
     assert plan["client_bytes"] == sum(ends)
     machines.write_text(json.dumps(near | {"machines": [fast, {**fast, "name": "slow", "region": "home"}]}))
     outcome = petalnode("plan", str(folder), "--machines", str(machines), env=environment(home))
-    assert outcome.code == 3 and "one machine holds all 4 of them; the largest has room for 3" in outcome.err, outcome
+    assert outcome.code == 3 and "one machine holds all 4 of the blocks 2:6" in outcome.err, outcome
 
 
 def test_a_plan_with_trusted_machines_at_both_ends(tmp_path: Path, home: Path) -> None:
