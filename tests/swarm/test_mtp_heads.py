@@ -58,7 +58,7 @@ def test_generate_says_what_transformers_does(
     assert torch.equal(drafted, generate(load_whole(folder), ids, max_new_tokens=LENGTH))
     assert counts["drafted"] > 4
     if forgets:  # only what is under way at the end is in vain
-        assert counts["accepted"] >= 0.7 * LENGTH and counts["drafted"] - counts["accepted"] <= 2 * 4
+        assert counts["accepted"] > LENGTH / 2 and counts["drafted"] - counts["accepted"] <= 2 * 4
     for server in servers:
         server.kill()
 
@@ -110,9 +110,9 @@ def test_conversations_say_the_same(architecture: str, swarm: MemorySwarm, tmp_p
                 plain, none, _ = await chat(client, local, prompts, sampling, drafts=False)
                 said.append(plain)
                 drafted, counts, _ = await chat(client, local, prompts, sampling)
-                assert drafted == plain and not none.drafted and counts.accepted > 0.7 * 2 * LENGTH
+                assert drafted == plain and not none.drafted and counts.accepted > LENGTH
                 again, counts, reused = await chat(client, local, prompts[:1], sampling)
-                assert again == plain[: 300 + LENGTH] and counts.accepted > 0.7 * LENGTH
+                assert again == plain[: 300 + LENGTH] and counts.accepted > LENGTH / 2
                 assert reused > 200 or architecture == "qwen3_next"  # of whose states servers keep nothing
             servers.extend(await trio.to_thread.run_sync(serve, swarm, folder))
             made: list[str] = []
