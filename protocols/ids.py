@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Final
 
@@ -217,13 +218,18 @@ class Boundaries:
 
     def may_part(self, block: int) -> bool:
         """Whether one server may end before the block of this number, and another begin with it."""
-        return not any(span.start < block < span.end for span in self.undivided)
+        return block not in self._inside
+
+    @cached_property
+    def _inside(self) -> frozenset[int]:
+        """Before these blocks no server ends."""
+        return frozenset(block for span in self.undivided for block in range(span.start + 1, span.end))
 
     def refusal(self, span: Span) -> str | None:
         """Why no server takes just these blocks, None if one does."""
-        cut = [one for one in self.undivided if one.start < span.start < one.end or one.start < span.end < one.end]
-        if not cut:
+        if self.may_part(span.start) and self.may_part(span.end):
             return None
+        cut = [one for one in self.undivided if one.start < span.start < one.end or one.start < span.end < one.end]
         inner, outer = self.usable(span), Span(min(span.start, cut[0].start), max(span.end, cut[-1].end))
         return (
             f"one server holds all of the blocks {' and '.join(map(str, cut))}, which share keys and values, or a "

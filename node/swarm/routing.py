@@ -297,10 +297,11 @@ def _shortest(
     reached = np.empty((len(wanted) + 1, len(servers)))
     reached[1] = arriving + graph.hop + per_block[0]
     handed_over = graph.half + graph.hop
-    whole = {blocks for server in servers for blocks in server.undivided}
+    undivided = {span for server in servers for span in server.undivided}
+    inside = {block for span in undivided for block in range(span.start + 1, span.end)}
     for done in range(1, len(wanted)):
         at = reached[done]
-        if any(blocks.start < wanted.start + done < blocks.end for blocks in whole):
+        if wanted.start + done in inside:
             reached[done + 1] = at + per_block[done]
             continue
         through_client = (at + graph.half).min()

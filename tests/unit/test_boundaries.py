@@ -213,41 +213,37 @@ def test_how_many_blocks_a_server_takes() -> None:
         _parted(Sizing(6, "why", 5), ModelFolder("tiny", Path(), all_of_one, 8, 64))
 
 
+def settled(wishes: list[tuple[int, float]], boundaries: Boundaries) -> list[PlacedServer]:
+    """Servers with these (blocks, speed) after they have joined one by one and then moved."""
+    policy, blocks = replace(DEFAULT, boundaries=boundaries), boundaries.num_blocks
+    servers: list[PlacedServer] = []
+    for number, (count, speed) in enumerate(wishes):
+        assert boundaries.most(count) == count
+        span = span_for_newcomer(servers, f"s{number}", speed, count, blocks, policy=policy)
+        assert len(span) == count and boundaries.refusal(span) is None
+        servers.append(PlacedServer(f"s{number}", span, speed))
+    targets = {move.peer_id: move.target for move in make_plan(servers, blocks, policy=policy).moves}
+    assert all(boundaries.refusal(target) is None for target in targets.values())
+    return [replace(one, span=targets.get(one.peer_id, one.span)) for one in servers]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 3, 5, 6, 8]), st.floats(0.5, 20)), min_size=1, max_size=8))
 def test_servers_part_where_the_model_allows_it(wishes: list[tuple[int, float]]) -> None:
-    policy = replace(DEFAULT, boundaries=EIGHT)
-    servers: list[PlacedServer] = []
-    for number, (count, speed) in enumerate(wishes):
-        span = span_for_newcomer(servers, f"s{number}", speed, count, 8, policy=policy)
-        assert len(span) == count and EIGHT.refusal(span) is None
-        servers.append(PlacedServer(f"s{number}", span, speed))
-    plan = make_plan(servers, 8, policy=policy)
-    assert all(EIGHT.refusal(move.target) is None for move in plan.moves)
+    servers = settled(wishes, EIGHT)
     # Who holds the shared blocks is there, and others enough for the rest.
     counts = [count for count, _ in wishes]
     if 8 in counts or (5 in counts and sum(count for count in counts if count <= 3) >= 3 and min(counts) == 1):
-        left = {move.peer_id: move.target for move in plan.moves}
-        assert not gaps([replace(one, span=left.get(one.peer_id, one.span)) for one in servers], 8)
+        assert not gaps(servers, 8)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([1, 4, 5, 8, 9]), st.floats(0.5, 20)), min_size=4, max_size=8))
 def test_servers_are_placed_between_undivided_spans(wishes: list[tuple[int, float]]) -> None:
-    boundaries = Boundaries(64, 9, undivided=(Span(1, 5), Span(5, 9)))
-    policy = replace(DEFAULT, boundaries=boundaries)
-    servers: list[PlacedServer] = []
-    for number, (count, speed) in enumerate(wishes):
-        assert boundaries.most(count) == count
-        span = span_for_newcomer(servers, f"s{number}", speed, count, 9, policy=policy)
-        assert len(span) == count and boundaries.refusal(span) is None
-        servers.append(PlacedServer(f"s{number}", span, speed))
-    plan = make_plan(servers, 9, policy=policy)
-    assert all(boundaries.refusal(move.target) is None for move in plan.moves)
+    servers = settled(wishes, Boundaries(64, 9, undivided=(Span(1, 5), Span(5, 9))))
     counts = [count for count, _ in wishes]
     if 9 in counts or (1 in counts and counts.count(4) > 1) or (5 in counts and 4 in counts):
-        left = {move.peer_id: move.target for move in plan.moves}
-        assert not gaps([replace(one, span=left.get(one.peer_id, one.span)) for one in servers], 9)
+        assert not gaps(servers, 9)
 
 
 def server(name: str, start: int, end: int, step: float = 1.0) -> RouteCandidate:

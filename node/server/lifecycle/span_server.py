@@ -373,10 +373,8 @@ def _cache_tokens(blocks: BlockSpan, asked: int | None) -> int:
     shared = [part for part in blocks.parts if part.device.type != "cuda"]
     tokens = asked or MEMORY_SHARES.max_cache_tokens
     for parts in filter(None, [*own, shared]):
-        memory, weights = (
-            device_memory(str(parts[0].device)),
-            sum(part.weight_bytes - part.disk_bytes for part in parts),
-        )
+        memory = device_memory(str(parts[0].device))
+        weights = sum(part.weight_bytes - part.disk_bytes for part in parts)
         per_token = sum(part.cache_bytes_per_token for part in parts)
         free = memory.free - unused(weights) if memory.shared else memory.free
         if asked is not None:
