@@ -1,14 +1,15 @@
 """What serving a GGUF file takes: disk beside the file, memory, seconds until ready, a prompt's and a token's time.
 
     python benchmarks/gguf_files.py FILE... [--json] [--servers 1 2] [--rounds 3] [--tokens 32] [--threads N]
-                                    [--prompt 256] [--llama-cpp FOLDER] [--memory-mb N ...] [--check] [--once]
+                                    [--prompt 256] [--llama-cpp FOLDER] [--memory-mb N ...] [--check] [--once] [--apart]
 
 The file is in the page cache. For each number of servers these are started on loopback, with an empty cache and
 again; a client in this process asks for `--tokens` tokens behind a prompt of `--prompt` as chat does. `ready` is from
 the start of a process to its ready event, the longest of all; `over` the most that a server ever had resident beyond
 its blocks' bytes and the attention cache that it may have kept: of all prompts and answers, as far as `--cache-tokens`
 goes. llama.cpp is run by node-llama-cpp in turns with it, if FOLDER is one where
-`npm install node-llama-cpp` was run; its load is from the start of the process. All of these use `--threads`
+`npm install node-llama-cpp` was run, or behind it with `--apart`, where memory has no room for both; its load is from
+the start of the process. All of these use `--threads`
 threads. Seconds: of the clock and of the processor. Times of prompts and tokens: least and median, of tokens by the
 processor (client and servers) of the means of rounds; on a busy machine the latter alone can be compared, with one
 thread. `--memory-mb`, one for each of `--servers` (0: no limit), puts each server into a control group (version 1, as
@@ -171,6 +172,10 @@ def llama_cpp(folder: Path, file: Path, tokens: int, prompt: int, threads: int) 
     return said
 
 
+def into_page_cache(file: Path) -> None:
+    subprocess.run(["cp", str(file), "/dev/null"], check=True)
+
+
 def size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
@@ -208,7 +213,7 @@ def run(file: Path, count: int, memory_mb: float, options: argparse.Namespace) -
             for turn in range(options.rounds):
                 prompt = list(range(1001 + turn, 1000 + 7 * options.prompt, 7))  # no server has kept it
                 own.append(answer(model, servers, prompt, options.tokens))
-                if options.llama_cpp:
+                if options.llama_cpp and not options.apart:
                     theirs.append(llama_cpp(options.llama_cpp, file, options.tokens, options.prompt, options.threads))
                 print(f"round {turn}: {own[-1]} {theirs[-1:]} load {os.getloadavg()[0]:.1f}", file=sys.stderr)
             # A session, and what is kept of those before it.
@@ -216,6 +221,10 @@ def run(file: Path, count: int, memory_mb: float, options: argparse.Namespace) -
             beyond = over(servers, spans, folder, kept)
             most = max(most_memory(server) for server in servers) / 1e6
             group = max(map(group_memory, servers)) / 1e6 if memory_mb else 0
+    if options.llama_cpp and options.apart:
+        into_page_cache(file)
+        for _ in range(options.rounds):
+            theirs.append(llama_cpp(options.llama_cpp, file, options.tokens, options.prompt, options.threads))
     found: dict[str, Any] = {
         "file": file.name, "file_mb": round(file.stat().st_size / 1e6), "blocks": folder.num_blocks,
         "servers": count, "memory_mb_each": memory_mb,
@@ -280,6 +289,7 @@ def main() -> None:
     parser.add_argument("--memory-mb", nargs="+", type=float, default=[])
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--once", action="store_true", help="start the servers once, and call that again")
+    parser.add_argument("--apart", action="store_true", help="run llama.cpp when the servers have ended")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
@@ -291,7 +301,7 @@ def main() -> None:
             print(f"measuring {file.name} on {count}, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
             with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as cache:
                 os.environ["PETALNODE_CACHE"] = cache
-                subprocess.run(["cp", str(file), "/dev/null"], check=True)  # into the page cache
+                into_page_cache(file)
                 results.append(run(file.resolve(), count, limit, options) | {"load": round(os.getloadavg()[0], 1)})
             answers.add(tuple(results[-1]["tokens"]))
             results[-1]["same_tokens"] = len(answers) == 1
