@@ -1,9 +1,9 @@
 """Credits: what peers who chose the same validator owe each other in points, as statements that it signs.
 
 The incentive of Petals (ACL demo 2023, appendix A: points for serving, spent on priority). A `Credit` says how many
-points a peer has with an issuer, a `Transfer` is a peer's order to hand some on, and a `Clearing` is the issuer's word
-that it did so, once. The sequence numbers of a peer's orders only grow, so no point is handed on twice. This is
-accounting among people who chose the same validator; it is not money.
+points a peer has with an issuer. A `Transfer` is a peer's order to hand some on. A `Clearing` is the issuer's word that
+it did so, once. The sequence numbers of a peer's orders only grow, so no point is handed on twice. This is accounting
+among people who chose the same validator; it is not money.
 """
 
 from __future__ import annotations

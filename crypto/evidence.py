@@ -1,7 +1,7 @@
 """Faults that prove themselves: two signatures of one key that no honest server makes. Pure; no stream, no weights.
 
-Bytes that do not match a signed hash are a fault as well, but only to the one who received them. Others cannot know
-where the bytes came from. Who receives such bytes stops using the server; there is nothing to show around.
+Bytes that do not match a signed hash are a fault, too, but only to the one who received them. Others cannot know where
+the bytes came from. Who receives such bytes stops using the server; there is nothing to show around.
 """
 
 from __future__ import annotations

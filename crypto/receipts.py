@@ -1,9 +1,9 @@
 """Receipts: what a server signs of every reply, so that nobody can later deny what was sent.
 
 The "signed-hash pledge" of Petals (ACL demo 2023, appendix A), made concrete. The hash proves *what* was sent. Whether
-it was *right* is judged elsewhere, by recomputation within a tolerance. Two receipts of one key with the same (client,
-nonce, session epoch, sequence, request hash, previous receipt) and different reply hashes prove equivocation. Rollbacks
-and restarts never look like it, because they change the sequence or the session epoch.
+it was *right* is judged elsewhere, by recomputation within a tolerance. Two receipts of one key prove equivocation if
+only their reply hashes differ, and not (client, nonce, session epoch, sequence, request hash, previous receipt).
+Rollbacks and restarts never look like it, because they change the sequence or the session epoch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The key that a private swarm shares, in the file that other libp2p software writes and reads as well, and its cipher.
+"""The key that a private swarm shares, in the file format of other libp2p software, and its cipher.
 
 libp2p specifications, pnet/Private-Networks-PSK-V1.md: three lines, of which the last is the key in hexadecimal.
 """

@@ -7,12 +7,12 @@
                                        <- AdapterState (held) | Error
     Close, or nothing more
 
-An adapter is a set of small tensors: "3.self_attn.q_proj.lora_A" [rank, in] and "3.self_attn.q_proj.lora_B"
-[out, rank] make a linear layer of block 3 return B A x more than its own (any scaling is in B already). "3.prompts"
-[prefix, hidden] is added to the first `prefix` positions of what enters block 3. It has a hash for each block and one
-over these, so that a server can check its part alone. An `Open` of `/petalnode/inference/1` names an adapter by that
-hash: one that the server's owner has loaded, or one that this client has brought. The server keeps the latter as long
-as the stream is open on which it came and as long as sessions use it.
+An adapter is a set of small tensors: "3.self_attn.q_proj.lora_A" [rank, in] and "3.self_attn.q_proj.lora_B" [out, rank]
+make a linear layer of block 3 return B A x more. Any scaling is in B already. "3.prompts" [prefix, hidden] is added to
+the first `prefix` positions of what enters block 3. It has a hash for each block and one over these, so that a server
+can check its part alone. An `Open` of `/petalnode/inference/1` names an adapter by that hash: one that the server's
+owner has loaded, or one that this client has brought. The server keeps the latter while the stream on which it came is
+open, and while sessions use it.
 """
 
 from __future__ import annotations

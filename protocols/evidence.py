@@ -1,6 +1,6 @@
 """`/petalnode/receipts/1` and `/petalnode/evidence/1`: bundles of evidence, and receipts for auditors.
 
-A bundle's bytes travel in pieces, so that nobody reads more than a piece of what turns out too large or comes too late.
+A bundle's bytes travel in pieces. So nobody reads more than a piece of what is too large or too late.
 """
 
 from __future__ import annotations

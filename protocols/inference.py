@@ -8,8 +8,8 @@
     ...
     Close ->
 
-- `sequence` grows from request to request. A repeated one gets the cached reply and is never computed again, because
-  a recomputation in another batch differs in the last bits.
+- `sequence` grows from request to request. A repeated one gets the cached reply. It is never computed again: in another
+  batch the last bits differ.
 - `position` is the number of tokens that each row holds before the step. Less than the server holds means: roll back
   to it first. `reorder` then says for each row whose cache it continues (beam search).
 - `long_factors` says that the text which the step is a part of is longer than the model was first trained for: rotary
@@ -25,9 +25,9 @@
   add any; `Granted.features` says how many these are. Its answer has none.
 - At most `Granted.credits` steps may be in flight.
 - A step that names `targets` has its output pushed to the first of them over `/petalnode/push/1`, beside the reply to
-  the client (server-to-server communication of Petals, ACL demo 2023, section 3.2). `Reply.handed_on` says whether that
-  was done: if not, or if the next server stays silent, the client sends the same step itself. Whichever comes first
-  counts, and the other is a repeated one.
+  the client. Petals calls that server-to-server communication (ACL demo 2023, section 3.2). `Reply.handed_on` says
+  whether that was done: if not, or if the next server stays silent, the client sends the same step itself. Whichever
+  comes first counts, and the other is a repeated one.
 - `route_epoch` grows when the client changes the chain. A step or push of an older one than was seen is dropped.
 - After an Error in answer to a Step the session is closed, except that ERROR_TOO_LONG leaves it as it was.
 """

@@ -181,8 +181,8 @@ def readable_addrs(addrs: Iterable[bytes]) -> tuple[str, ...]:
 
 
 async def ask_dial(stream: DelimitedStream, addrs: Sequence[str], nonce: int, *, timeout: float) -> DialAnswer:
-    """Asks for a dial-back to the first of `addrs` that the peer is willing to dial, and pays for that in bytes if it
-    wants some. Waits for each answer for `timeout` seconds.
+    """Asks for a dial-back to the first of `addrs` that the peer will dial. Pays for that in bytes if the peer wants
+    some. Waits for each answer for `timeout` seconds.
 
     The address of the returned answer is the one that was dialed, with success or without. That it was dialed is proven
     only by the nonce on a stream of `DIAL_BACK`.

@@ -1,10 +1,10 @@
 """Names of what sessions have computed, by which one may begin with what an earlier one left at a server.
 
-A block is 32 tokens of all rows. Its name is a hash over the name of the block before it, and over the hidden states
-that entered the span for its tokens, as on the wire. Before the first one stands a hash of all else that keys and
-values follow from (hash chains of blocks as in vLLM's automatic prefix caching). So a name stands for everything up to
-its block, and only who knows the inputs can make it. A server makes the names of what it keeps from the inputs that it
-was sent, never from what a client says.
+A block is 32 tokens of all rows. Its name is a hash over two things: the name of the block before it, and the hidden
+states of its tokens at the span's input, as on the wire. Before the first one stands a hash of all else that keys and
+values follow from. vLLM's automatic prefix caching has such chains. So a name stands for everything up to its block,
+and only who knows the inputs can make it. A server makes these names from the inputs that it was sent, never from what
+a client says.
 """
 
 from __future__ import annotations

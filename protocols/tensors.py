@@ -1,7 +1,7 @@
 """How tensors stand on the wire: dtype, shape and codec.
 
-Runs where torch runs (the compute thread of a server, the caller's thread of a client), never on the trio thread.
-Bytes are little-endian and contiguous. Codecs:
+Runs where torch runs (a server's compute thread, a client's caller), never on the trio thread. Bytes are little-endian
+and contiguous. Codecs:
 
 - `none`: the values as they are;
 - `float16`, `bfloat16`: cast, and cast back on arrival;

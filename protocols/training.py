@@ -17,20 +17,20 @@ stream that asks for nothing. Fine-tuning as in Petals (NeurIPS 2023, section 3.
 learns as inputs, and keep nothing of it past the stream.
 
 - A **batch request** is hidden states of [rows, tokens, hidden]; for a backward pass also the gradient with respect to
-  the span's output. The server answers the span's output; or the gradient with respect to the hidden states and then to
-  each tensor that it keeps for this request, in the order of their names. It has at most `MICRO_BATCH_TOKENS` tokens,
+  the span's output. The server answers the span's output. To a backward pass it answers the gradient with respect to
+  the hidden states, then to each tensor kept for this request, by name. It has at most `MICRO_BATCH_TOKENS` tokens,
   unless it is a single row.
 - **Deferred backward**: the gradient may follow later, where the grant says so. The server computes forward in the
   meantime and keeps what the backward pass needs. It may drop such a request, for others or when the gradient does not
   come, with ERROR_BUSY. The client then sends all of it on a new stream. Receipts are the same either way.
 - **Kept tensors** travel once for the requests that name their number. "prompts" are deep prompts [blocks of the span,
   1 or rows, prefix, hidden]: those of a block are added to the first `prefix` positions of what enters it.
-  "3.self_attn.q_proj.lora_A" [rank, in] and "3.self_attn.q_proj.lora_B" [out, rank] change a linear layer of block 3,
-  which then returns B A x more than its own.
-- Tensors travel in **pieces** of at most `PIECE_BYTES` of their bytes, one behind the other, so that neither side ever
-  holds more than a piece that it has no room for. A server begins to read the pieces of a request when it has memory
-  for the request and its reply. Until then the stream's window stops the client. At most `BatchGranted.credits`
-  requests may be sent and not answered.
+  "3.self_attn.q_proj.lora_A" [rank, in] and "3.self_attn.q_proj.lora_B" [out, rank] change a linear layer of block 3.
+  It then returns B A x more than its own.
+- Tensors travel in **pieces** of at most `PIECE_BYTES`, one behind the other. So neither side ever holds more than a
+  piece for which it has no room. A server begins to read the pieces of a request when it has memory for the request and
+  its reply. Until then the stream's window stops the client. At most `BatchGranted.credits` requests may be sent and
+  not answered.
 - `sequence` counts from 1. After an Error, which answers the first request that has no reply yet, the stream is over.
 """
 

@@ -28,9 +28,14 @@ def source_files(tree: str) -> list[Path]:
 @cache
 def import_statements(path: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
     """Those of a file, lazy ones included. To parse all files takes seconds."""
-    return tuple(
-        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
-    )
+    found, left = [], list[ast.AST]([ast.parse(path.read_text())])
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.append(node)
+        elif not isinstance(node, ast.expr):
+            left += ast.iter_child_nodes(node)
+    return tuple(found)
 
 
 def module_files() -> dict[str, Path]:

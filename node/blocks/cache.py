@@ -65,7 +65,7 @@ class SpanCache:
     """Buffers for `max_length` tokens of `batch` rows, allocated once; memory is used as tokens come in.
 
     Of blocks with windows (`caches/pages.py`) or states (`caches/states.py`) only the last tokens or a few states are
-    kept, and an older position cannot be gone back to.
+    kept. So an older position cannot be gone back to.
 
     Not thread-safe: the compute thread owns it.
 

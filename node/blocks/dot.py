@@ -1,9 +1,9 @@
 """Linear layers for a few rows at a time, as dot products.
 
-A decode step multiplies every weight matrix with one row, which is bound by memory: each weight is read once.
-The matrix product that torch calls for it is made for many rows, and on some processors reaches a third of what
-the memory gives. `numpy.vecdot` takes the rows of the weights one by one, in order. Which of the two is quicker
-here is measured when a model is loaded, per shape of matrix.
+A decode step multiplies every weight matrix with one row, which is bound by memory: each weight is read once. The
+matrix product that torch calls for it is made for many rows. On some processors it reaches a third of what the memory
+gives. `numpy.vecdot` takes the rows of the weights one by one, in order. Which of the two is quicker here is measured
+when a model is loaded, per shape of matrix.
 
 A row's result does not depend on the rows beside it, as it does in a matrix product.
 """

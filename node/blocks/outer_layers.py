@@ -1,8 +1,8 @@
 """The layers outside of the blocks, called alone: embeddings, the norm behind the last block, and the head.
 
-What transformers does around them in a forward pass (masks, positions, cosines, outputs) takes longer than these layers
-do in a small model. Where they alone give the same values to the bit, which is tried once on random input, nothing else
-is called for a step. Models that scale their logits, or add positions to their embeddings, go the long way.
+What transformers does around them in a forward pass (masks, positions, cosines, outputs) takes longer than the layers
+of a small model. Where they alone give the same values to the bit, nothing else is called for a step. That is tried
+once on random input. Models that scale their logits, or add positions to their embeddings, go the long way.
 """
 
 from __future__ import annotations

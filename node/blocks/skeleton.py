@@ -184,7 +184,7 @@ def _names_of_numbers(blocks: list[nn.Module]) -> set[str]:
 
 
 def _strip(root: nn.Module, path: str, keep: str) -> None:
-    """Takes every module with weights out of `root` but those on the way to `path` and what is at `keep` in it."""
+    """Takes every module with weights out of `root`, except those on the way to `path` and what is at `keep`."""
     module: Any = root
     for step in [*(path.split(".") if path else []), *keep.split(".")]:
         for name, child in module.named_children():
@@ -197,7 +197,7 @@ def _strip(root: nn.Module, path: str, keep: str) -> None:
 
 BUILDING: Final = threading.Lock()
 """Held while transformers builds a model: for so long it sets torch's default dtype, which is that of all threads. Of
-two that build at once, one would make its weights in the dtype of the other, and leave that behind as the default."""
+two that build at once, one would make its weights in the other's dtype, and leave that as the default."""
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:

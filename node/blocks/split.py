@@ -1,4 +1,4 @@
-"""A span whose blocks are cut into parts, each on a device of its own with its kernels, caches and states.
+"""A span that is cut into parts, each on its own device with its kernels, caches and states.
 
 Hidden states go from part to part, as between servers, but without a codec.
 """

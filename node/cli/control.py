@@ -1,8 +1,8 @@
 """How the owner of a running server pauses and stops it: options, signals, and `petalnode pause`, `stop`.
 
-`petalnode pause` and the server speak through two small files in the data folder, into which only its owner can write:
-the server says in one that it runs and how it stands, and looks once a second into the other for what is asked of it.
-That works on every system, and opens no port.
+`petalnode pause` and the server speak through two small files in the data folder, which only its owner can write: the
+server says in one that it runs and how it stands. Once a second it looks into the other for what is asked of it. That
+works on every system, and opens no port.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ SIGNALLED: Final = 128
 _UNSHOWN: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u180e\u2028-\u202e\u2066-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
 )
-"""What a terminal obeys instead of showing it: control characters (C0 and C1, with which its escape sequences begin),
-what turns the direction of text (Unicode Standard Annex 9), separators of lines, invisible letters, halves of pairs."""
+"""What a terminal obeys instead of showing it: control characters (C0, C1), what turns the direction of text (Unicode
+Standard Annex 9), separators of lines, invisible letters, halves of pairs."""
 _IN_A_LINE: Final = re.compile(f"{_UNSHOWN.pattern[:-1]}\t\n\u200b\u2060]")
 """In a line of its own also what ends the line, and what is of no width."""
 

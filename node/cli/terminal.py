@@ -180,7 +180,7 @@ class _Unhurried:
 
 
 def unhurried() -> None:
-    """From now on a terminal that takes nothing (Ctrl-S, a connection that hangs) does not stop this node, for which
+    """From now on a terminal that takes nothing (Ctrl-S, a hanging connection) does not stop this node, for which
     others wait."""
     if isinstance(sys.stdout, _Unhurried) or not (sys.stdout.isatty() and sys.stderr.isatty()):
         return

@@ -1,4 +1,4 @@
-"""A chat: its turns, which of them fit into the context, their tokens, and the file that keeps it from run to run."""
+"""A chat: its turns, those that fit into the context, their tokens, and the file that keeps it from run to run."""
 
 from __future__ import annotations
 

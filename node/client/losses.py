@@ -1,8 +1,8 @@
 """Servers that lose what sessions hold: what that costs them, and how often a session is filled anew. Pure.
 
 A loss costs the client a replay: all inputs of the session are sent and computed once more. A server may lose one
-session, by a crash or for want of memory, and is not the worse for it. One that loses them again and again is asked
-after others. If it says itself that it has lost what it answered for a moment ago, it is banned at the third time.
+session, by a crash or for want of memory: that does not count. One that loses them again and again is asked after
+others. If it says itself that it has lost what it just answered for, it is banned at the third time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Requests to one server: what steps of sessions and batches have in common.
 
 A client opens a stream, is granted a session epoch, and numbers its requests from 1 on. The server signs a receipt for
-each answer; a receipt names the request, the answer and the receipt before it. `ServerStream` holds a server to what
-it has announced (`ServerClaims`), checks every receipt, and turns whatever goes wrong into a `ServerFailed`. Its two
-bodies are `session.stream.SessionStream` and `batch.batch_stream.BatchStream`.
+each answer; a receipt names the request, the answer and the receipt before it. `ServerStream` holds a server to what it
+has announced (`ServerClaims`) and checks every receipt. Whatever goes wrong becomes a `ServerFailed`. Its two bodies
+are `session.stream.SessionStream` and `batch.batch_stream.BatchStream`.
 """
 
 from __future__ import annotations
@@ -410,8 +410,8 @@ class OutstandingReplies:
     """Counts how often each step was asked of a server, and its replies; no more of them than that may come. Pure.
 
     A server answers a step once more when its client sends it again: another server had pushed it, or a stream was
-    lost. Nobody asked for replies beyond that. A server could send them in the place of the one that is due, to hold up
-    a client that went on waiting.
+    lost. Nobody asked for replies beyond that. A server could send them in place of the one that is due, to hold up a
+    client that went on waiting.
     """
 
     def __init__(self) -> None:

@@ -78,8 +78,8 @@ async def identify_model(swarm: Swarm, folder: ModelFolder, progress: Progress =
     """Finds out which model version `folder` is.
 
     Its own weights say so where it has them all, else a manifest that whoever published the model has put there. Else
-    it is the version that this node has used with these weights before, if it is served. Else manifests of servers that
-    announce a model of this name are asked for, and the client's part is checked against them. Other blocks with the
+    it is the version that this node has used with these weights before, if it is served. Else servers that announce a
+    model of this name are asked for manifests, and the client's part is checked against them. Other blocks with the
     same embeddings and head make a version that fits as well: see `choose_version`.
 
     Raises:

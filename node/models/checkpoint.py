@@ -1,8 +1,8 @@
 """The weights of a model folder: safetensors, in one file or in shards, or GGUF files elsewhere, which a note names.
 
 Headers are read without torch and checked before use, as files are truncated by failed copies. The format of a file: 8
-bytes little-endian length, that many bytes of JSON (key -> dtype, shape, offsets relative to the end of the header),
-then the tensors' bytes, row-major.
+bytes little-endian length, that many bytes of JSON (key -> dtype, shape, offsets from the header's end), then the
+tensors' bytes, row-major.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The model version, and the manifest that it is the hash of.
 
-A manifest holds the canonical architecture and one digest for the embeddings, for each block, and for norm
-and head (see `canonical_architecture` and `part_digests`). It is a few kilobytes, and is made by a node that has the
-whole model. A node that holds a part of the model checks that part by it.
+A manifest holds the canonical architecture (`canonical_architecture`) and digests of the embeddings, each block, and
+norm and head (`part_digests`). It is a few kilobytes, and is made by a node that has the whole model. A node that holds
+a part of the model checks that part by it.
 
 A folder may have it as a file (`MANIFEST_FILE`), next to the weights. Who publishes a model, on the hub or elsewhere,
 says by it which version its repository is at a commit. Who has only a part of the weights need not ask strangers.

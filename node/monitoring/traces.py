@@ -1,8 +1,8 @@
 """OpenTelemetry traces of sessions and of the API's requests, where the environment asks for them (`OTEL_*`).
 
 Nothing of OpenTelemetry is imported before that is known; it comes with the extra `traces`. Spans are made when what
-they tell of is over, so a step costs a few additions, and a session one span for each of its servers. No span holds a
-text, a token, or a client's peer id.
+they tell of is over. So a step costs a few additions, and a session one span for each server. No span holds a text, a
+token, or a client's peer id.
 """
 
 from __future__ import annotations

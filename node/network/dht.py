@@ -1,9 +1,9 @@
 """The Kademlia table: the meeting point, and a second place for every announcement.
 
-A table holds one value per key and cannot list keys. So a server's announcement has
-a key of its own. A well-known key lists the models, a few signed announcements merged by whoever puts them. Provider
-records lead to the servers of a model's blocks, and on a few shards to servers that know the rest. Other DHTs of libp2p
-keep provider records, too: to them our values are those of an unknown namespace.
+A table holds one value per key and cannot list keys. So a server's announcement has a key of its own. A well-known key
+lists the models, a few signed announcements merged by whoever puts them. Provider records lead to servers of a model's
+blocks, and on a few shards to servers that know the rest. Other DHTs of libp2p keep provider records, too: to them our
+values are those of an unknown namespace.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Gossip on one topic: libp2p's own gossipsub, on a host of ours, with our limits before anything is passed on.
 
 Traps of py-libp2p 0.8: pubsub notices only connections that are made after it was attached, so it is attached before
-the node joins. A message is validated before it is seen by us or passed on, in the order of arrival, so the check must
-be quick. The default mesh is made every 120 s. What one neighbour's copy of a message was refused for is held against
-the copies of all others for 300 s. More than `per_second` messages a second from one neighbour are not passed on. A
-message with a key that cannot be read ends it, and the host with it. It starts a task for each message, however many
-come. It sends a message as often as its id is in one request. What it has for a peer that reads nothing may be 32 MiB.
+the node joins. A message is validated before it is seen by us or passed on, in the order of arrival. So the check must
+be quick. The default mesh is made every 120 s. A reason to refuse one neighbour's copy of a message counts against the
+copies of all others for 300 s. More than `per_second` messages a second from one neighbour are not passed on. A message
+with a key that cannot be read ends it, and the host with it. It starts a task for each message, however many come. It
+sends a message as often as its id is in one request. What it has for a peer that reads nothing may be 32 MiB.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The libp2p host: TCP, Noise, Yamux. What py-libp2p 0.8 does wrong is done right here, in `transport/noise.py` (many
-system calls and turns of the loop per message) and in `transport/yamux.py` (cancelled writes that kill a connection,
-readers reset after 5 s, frozen peers never noticed).
+"""The libp2p host: TCP, Noise, Yamux. What py-libp2p 0.8 does wrong is done right here and in two other files.
+`transport/noise.py`: many system calls and turns of the loop per message. `transport/yamux.py`: cancelled writes that
+kill a connection, readers reset after 5 s, frozen peers never noticed.
 """
 
 from __future__ import annotations

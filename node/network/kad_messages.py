@@ -1,6 +1,6 @@
 """Kademlia's messages (https://github.com/libp2p/specs/tree/master/kad-dht), which are bounded before they are parsed.
 
-A message of 40 KiB may have 20,000 empty peers in it, and one of 256 KiB 130,000 of them.
+A message of 40 KiB may have 20,000 empty peers in it, one of 256 KiB 130,000.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What this node answers to Kademlia's requests of others, and how much of its time each of them gets.
 
-libp2p's own handler takes whatever comes as quickly as it comes, and has places for a number of streams that one peer
-can hold all of.
+libp2p's own handler takes whatever comes as quickly as it comes. One peer can hold all places that it has for streams.
 """
 
 from __future__ import annotations
@@ -183,7 +182,7 @@ class KadService:
         return record_of(key, value, time.time())
 
     def _name_target(self, answer: Message) -> None:
-        """Who looks for a peer is told where it is even if it is none of the table, or this node."""
+        """Who looks for a peer is told where it is, even if it is this node or none of the table."""
         try:
             peer_id = str(ID(answer.key))
             addrs = self._table.contact(peer_id).addrs

@@ -1,9 +1,9 @@
 """Nodes of the same local network, found by multicast DNS with no configuration and no internet.
 
-As in the libp2p specification (discovery/mdns.md), a node is a service instance with a random name whose TXT record
-holds its addresses, `dnsaddr=/ip4/../tcp/../p2p/..` each. The service has a name of our own, so that we do not call
-on every libp2p node of an office. That of a private swarm ends in some digits of its key's hash. The library,
-zeroconf, lives in threads of its own: trio waits for them in worker threads, and receives names by a bounded queue.
+As in the libp2p specification (discovery/mdns.md), a node is a service instance with a random name. Its TXT record
+holds its addresses, `dnsaddr=/ip4/../tcp/../p2p/..` each. The service has its own name: we do not call on every libp2p
+node of an office. That of a private swarm ends in some digits of its key's hash. The library, zeroconf, lives in
+threads of its own: trio waits for them in worker threads, and receives names by a bounded queue.
 """
 
 from __future__ import annotations
@@ -168,10 +168,10 @@ class _Radio:
 async def run_mdns(service: str, host: Host, found: Found, asked: trio.Event, apart: bool = False) -> None:
     """Looks for nodes of the local network, and announces its addresses there, until cancelled.
 
-    `apart`: this node was told its swarm. `found` is called with the peer id and the addresses (without /p2p) of each
-    neighbour that appears or changes, this node included, and whether that one was told its swarm. `asked` is set once
-    neighbours are asked, or cannot be. Follows changes of the addresses. Where multicast is refused, it tries again now
-    and then, and says so in the debug log only: a node does without it.
+    `apart`: this node was told its swarm. `found` is called for each neighbour that appears or changes, this node
+    included. It gets the peer id, the addresses (without /p2p), and whether that one was told its swarm. `asked` is set
+    once neighbours are asked, or cannot be. Follows changes of the addresses. Where multicast is refused, it tries
+    again now and then, and says so in the debug log only: a node does without it.
     """
     while True:
         interfaces: list[str] = []

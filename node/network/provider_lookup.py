@@ -1,7 +1,7 @@
 """Look-ups of provider records in Kademlia: whom to ask next, and what comes of it.
 
 Iterative look-ups as of Maymounkov and Mazieres 2002 (section 2.3), but going around addresses. Ids near a key cost
-nothing, so the nearest peer of each address comes before the second nearest one of any. In a network in which each peer
+nothing. So the nearest peer of each address comes before the second nearest one of any. In a network in which each peer
 has an address of its own that is Kademlia's order. `Lookup` decides; `look_up` asks over a host.
 
 py-libp2p's own look-up keeps what strangers answer as if it were known here. It waits for the slowest peer of each

@@ -1,7 +1,7 @@
 """The peers of Kademlia that this node knows: whom it asks first, and whom it names to who asks.
 
-Buckets of Maymounkov and Mazieres 2002 (section 2.2), 20 peers for each number of first bits that a peer's key has in
-common with ours. But a full one is shared by the addresses at which its peers are, since keys cost nothing.
+Buckets of Maymounkov and Mazieres 2002 (section 2.2): 20 peers for each number of first bits that a peer's key shares
+with ours. But a full one is shared by the addresses at which its peers are, since keys cost nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Limits that strangers share: a fair share of what there is, a token bucket for rates, and turns of those who wait.
 
-A share is soft wherever nothing has to be taken back. Who is alone gets half of all there is, and whoever comes next
-half of what is left, so that nobody can leave nothing for the others.
+A share is soft wherever nothing has to be taken back. Who is alone gets half of all, and whoever comes next half of
+what is left. So nobody can leave nothing for the others.
 """
 
 from __future__ import annotations
@@ -362,7 +362,7 @@ class Turns:
             raise StreamTimeout(f"{holder} is too slow while others wait", holder)
 
     def _pass_on(self) -> None:
-        """Gives the turns that are free to those who are next, and has the others end in time if more wait.
+        """Gives free turns to those who are next, and has the others end in time if more wait.
 
         A turn is taken from when it is given, so that nobody comes in between.
         """

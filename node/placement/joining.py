@@ -36,8 +36,8 @@ class SpanChoice:
     disputed: frozenset[str] = frozenset()
 
     def stands(self, announced: Span | None, told: Collection[str], silent: Collection[str] = ()) -> bool:
-        """Whether the newcomer may begin to load: it has announced this span, its rivals have been notified (`told`)
-        and have answered, and no choice of a smaller peer id is disputed. It does not wait for those that are `silent`.
+        """Whether the newcomer may begin to load: it has announced this span, its rivals were notified (`told`) and
+        have answered, and no choice of a smaller peer id is disputed. It does not wait for those that are `silent`.
 
         Two newcomers that both may load have taken account of each other. Let A have the smaller peer id, and let B
         begin to load: B had then notified A, and knew what A had announced. If A has chosen anew since, it notifies B

@@ -26,9 +26,8 @@ class BacklogPolicy:
     """Seconds on the clock for one of a processor, from which on other work of the machine is in the way."""
     rest: float = 1.0
     rest_contended: float = 5.0
-    """Times of what a chunk or a part of a pass took, and where processors are contended anything did, for which those
-    who wait behind others rest. By that each of three servers on one processor asks for a sixth of it for them, at
-    most."""
+    """Times of what a chunk or a part of a pass took (anything, on contended processors) for which those who wait rest.
+    By that each of three servers on one processor asks for a sixth of it for them, at most."""
     forgotten: float = 0.9  # Of what was measured of contention before, at each measurement
 
 

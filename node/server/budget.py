@@ -35,7 +35,7 @@ LONG_IDLE: Final = 300.0
 """After which all that somebody holds does; and for which nobody has to give back what is not idle."""
 CONTESTED: Final = 5.0
 """For which an address that has more than its share keeps a session from one that has less. With 30 s, keys at five
-addresses that open sessions together all twenty seconds left a server to others for moments only."""
+addresses that open sessions together every 20 s left others a server for moments only."""
 _LOOK: Final = 1.0
 """Seconds between two looks of who waits at what others have left idle."""
 _BETWEEN: Final = 0.5
@@ -58,10 +58,10 @@ class Holding:
 def to_reclaim(held: Sequence[Holding], wanted: int, claimant: str, capacity: int, address: str = "") -> list[int]:
     """The places in `held` of what has to be taken so that `claimant` gets `wanted` more. None if that is not to be.
 
-    Shares are soft: one who is alone may hold everything. For a claimant who stays within an equal share, what has been
-    idle for longest goes first, of those who hold more than their share. What nobody has used for very long goes next.
-    A few requests keep anything from being idle, so what one has held for very long beyond half of all goes, too. What
-    was paid for goes only when it is idle for very long.
+    Shares are soft: one who is alone may hold everything. For a claimant within an equal share, what was idle for
+    longest goes first, of those who hold more than theirs. What nobody has used for very long goes next. A few requests
+    keep anything from being idle. So what one has held for very long beyond half of all goes, too. What was paid for
+    goes only when it is idle for very long.
 
     Keys are free and addresses are not. A claimant whose `address` would stay within an equal share of all addresses
     need not wait for so long. What others have held for some seconds beyond such a share goes, too.

@@ -1,11 +1,11 @@
 """The one thread that owns the device.
 
-Bytes in, bytes out: steps arrive from the trio thread as they stood on the wire and leave the same way, hashed, so that
-the trio thread never computes and the thread may one day become a process. The queue is bounded by its callers: a
-session has at most one step in it.
+Bytes in, bytes out: steps arrive from the trio thread as they stood on the wire, and leave the same way, hashed. So the
+trio thread never computes, and this thread could be a process. The queue is bounded by its callers: a session has at
+most one step in it.
 
 Passes of whole batches (training) run one after the other when no step waits, and pause after each block. So a step
-waits for one block of one batch at most, and a pass for as long as there are steps. While sessions generate, passes
+waits for one block of one batch at most. A pass waits for as long as there are steps. While sessions generate, passes
 have half of the time. Passes, and calls that clients cause, are served by address and peer, as `accounts.py` has it.
 """
 

@@ -1,17 +1,17 @@
 """Whether a batch of decode steps begins at once, or waits a moment for sessions that are about to come back.
 
-After a batch its sessions are answered one after the other, and their clients send the next steps within some
-milliseconds. If the device begins again with the first that is back, the others become a second batch, and the two
-alternate for ever. Each reads all weights, for half of the sessions. To wait for the others costs the device that time,
-and saves a batch. Which of both gives more tokens a second follows from what batches of each size take (`BatchCost`)
-and from how long each session has been away after its last answers. `gathering_time`, a pure function, decides it anew
-whenever a step has come. The time that the device has been idle counts against waiting longer, so it waits for no
-longer than a batch takes. Where a prefill waits it does not: all who are quick come back during its chunk.
+After a batch its sessions are answered one after the other. Their clients send the next steps within some milliseconds.
+If the device begins again with the first that is back, the others become a second batch, and the two alternate for
+ever. Each reads all weights, for half of the sessions. To wait for the others costs the device that time, and saves a
+batch. Two things say which of both gives more tokens a second: what batches of each size take (`BatchCost`), and how
+long each session was away after its last answers. `gathering_time`, a pure function, decides it anew whenever a step
+has come. The device's idle time counts against waiting longer, so it waits no longer than a batch takes. Where a
+prefill waits it does not: all who are quick come back during its chunk.
 
 How long a session is away is smoothed as the timer of RFC 6298, section 2, does it: a mean and a mean deviation. Of
-several that are equally far, the last is expected later than one by itself, as if times were exponential beyond their
-least. It is the harmonic number of them, less one, in spreads. A session is expected for four deviations, and not any
-longer when those are over. So one that is gone or slow is waited for once at most, and a chain with long links never.
+several that are equally far, the last is expected later than one alone: times count as exponential beyond their least.
+It is the harmonic number of them, less one, in spreads. A session is expected for four deviations, and not any longer
+when those are over. So one that is gone or slow is waited for once at most, and a chain with long links never.
 
 A client may come back quickly for a while and then late, to make others wait in vain. So a peer is waited for no longer
 than its credit. That is half of the device's time that its own steps took, less what was waited for it in vain. By any

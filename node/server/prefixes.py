@@ -1,12 +1,12 @@
 """Keys and values that sessions have left for later ones of the same owner, in blocks of 32 tokens.
 
-A block is kept under its name, which the server makes of the inputs that it was sent (`protocols/prefix.py`), apart for
-each owner. Who asks learns nothing of what others have asked, not by the time that an answer takes either. A session
-that begins with kept blocks gets copies of them, since the kernels and attention want a session's keys in one piece. So
+A block is kept under its name, apart for each owner. The server makes the name of the inputs that it was sent
+(`protocols/prefix.py`). Who asks learns nothing of what others have asked, not by the time that an answer takes either.
+A session that begins with kept blocks gets copies of them: kernels and attention want a session's keys in one piece. So
 nobody changes what another one reads. Copying 1,024 tokens takes a hundredth of computing them. Where blocks of the
-model keep states, some kept blocks have those at their end, and a session begins behind one of these.
+model keep states, some kept blocks have those at their end. A session begins behind one of these.
 
-All of it is within the room of the cache that no session has reserved, and gives way as soon as one wants it.
+All of it is within the room of the cache that no session has reserved. It gives way as soon as one wants it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Steps of sessions on the device: which of them are next, bytes to tensors, a ragged batch of decode steps or a chunk
-of a prefill, tensors to bytes. All of it runs on the compute thread.
+"""Steps of sessions on the device: who is next, bytes to tensors, a ragged batch of decode steps or a chunk of a
+prefill, tensors to bytes. All of it runs on the compute thread.
 
 `turns.py` decides which are next, `gathering.py` whether to wait a moment for more of them.
 """

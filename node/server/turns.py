@@ -4,17 +4,17 @@ Every turn runs waiting decode steps as one ragged batch: the largest single gai
 server. After it comes at most one chunk of one prefill. So nobody's next token waits for more than that of somebody's
 long prompt. `next_turn`, a pure function, decides it.
 
-A peer with many sessions makes everybody's batch longer. What others may do to a peer is bounded by what each could
-ask for by itself: of A addresses, one of which has P peers, a batch takes at most A x P times as long as the steps of
-such a peer would alone (sharing incentive: Ghodsi et al. 2011, section 3). Since a batch is quicker than its steps
-one by one, nobody gets less than that part of the machine either. Keys are free and addresses are not, so an address
-with many keys has the share of one. Who has had least of the device goes first (start-time fair queueing in two
-levels: Goyal et al. 1996, sections 2 and 3).
+A peer with many sessions makes everybody's batch longer. What others may do to a peer is bounded by what each could ask
+for by itself: of A addresses, one of which has P peers, a batch takes at most A x P times as long as the steps of such
+a peer would alone (sharing incentive: Ghodsi et al. 2011, section 3). A batch is quicker than its steps one by one, so
+nobody gets less than that part of the machine either. Keys are free and addresses are not, so an address with many keys
+has the share of one. Who has had least of the device goes first (start-time fair queueing in two levels: Goyal et al.
+1996, sections 2 and 3).
 
-An address is *backlogged* if it has had work here for nearly all of the last seconds. It asks for more than it gets.
-As long as one that is not generates, those that are wait behind it. They go last, by short batches and chunks, and
-rest after those. So who asks for one token at a time waits for little, and takes from the others what it computes, and
-the order in which they have the rest. An address that asks for less than its share is never backlogged.
+An address is *backlogged* if it has had work here for nearly all of the last seconds. It asks for more than it gets. As
+long as one that is not generates, those that are wait behind it. They go last, by short batches and chunks, and rest
+after those. So who asks for one token at a time waits for little. It takes from the others what it computes, and the
+order in which they have the rest. An address that asks for less than its share is never backlogged.
 
 Passes of batches and what else strangers ask for go by the same order (`accounts.py`). While sessions generate, a part
 of a pass is followed by as long a time without passes (`pass_wait`).

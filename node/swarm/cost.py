@@ -1,4 +1,4 @@
-"""What a request costs on a server and on the way between two, and what blocks held by several servers yield.
+"""What a request costs on a server and between two, and what blocks held by several servers yield.
 
 The one cost model of routes (client), placement (server) and plans for a fleet. Times in seconds, arrays over servers.
 Servers announce what they like, so every time is bounded here. A liar can make itself attractive, but no sum of such

@@ -1,7 +1,7 @@
 """How a node finds its swarm, the servers there, and its swarm again.
 
-`Discovery` is the one way in. Behind it are the peers to join by (named, of earlier runs, of the local network), the
-directories of other nodes, and the provider records in Kademlia. What goes on in the background is one task, `run`.
+`Discovery` is the one way in. Behind it are the peers to join by (named, of earlier runs, neighbours), other nodes'
+directories, and provider records in Kademlia. What goes on in the background is one task, `run`.
 """
 
 from __future__ import annotations

@@ -1,25 +1,24 @@
 """Which servers a session runs through: a pure function of what the swarm announces and what was measured.
 
-Petals (NeurIPS 2023, section 3.2) routes a session over the shortest path in a graph of servers and replans with D*
-Lite. Here the whole path is computed anew each time, exactly, in a few milliseconds: docs/routing.md.
+Petals (NeurIPS 2023, section 3.2) takes the shortest path in a graph of servers, and replans with D* Lite. Here the
+whole path is computed anew each time, exactly, in a few milliseconds: docs/routing.md.
 
 **Cost** of one request, in seconds, with what one server takes as in cost.py. A message takes half a round
 trip. A chain c -> s1 -> s2 -> c costs
 
     half(s1) + work(s1) + way(s1, s2) + work(s2) + half(s2)
 
-where half(s) is half the round trip between client and s, and work(s) is the time that its blocks compute, the handling
-of a step, its input and output at its seconds per byte, and its penalties. Through the client, way(a, b) =
-half(a) + half(b). Pushed, way(a, b) is half of the servers' own round trip where a measured it, and never more than
-through the client, who has a copy of everything and can always hand it on. So a pair that nobody measured counts as
-relayed.
+where half(s) is half the round trip between client and s. work(s) adds up what its blocks compute, the handling of a
+step, input and output at its seconds per byte, and its penalties. Through the client, way(a, b) = half(a) + half(b).
+Pushed, way(a, b) is half of the servers' own round trip where a measured it. It is never more than through the client,
+who can always hand everything on. So a pair that nobody measured counts as relayed.
 
 **Algorithm.** Let reached[k, s] be the least time in which the first k blocks are done, the last of them by s. Then
 reached[k + 1, s] = min(reached[k, s], min over a of reached[k, a] + way(a, s) + work of arriving) + time of a block.
 That is exact. Costs are sums over hops, and no two hops in a row are on one server: staying there is never dearer than
 leaving and coming back. Without measured pairs the inner minimum is one number for all s. A measured pair counts only
-if it beats that number, and whether any pair of a sender can is one comparison. So of the servers squared pairs only
-those few are looked at that can change the result, and none that can is left out.
+if it beats that number. Whether any pair of a sender can is one comparison. So of all pairs only the few that can
+change the result are looked at.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How often a node tells and asks others, which of many announcements a directory gives, and whom a node asks itself.
-But for what was noted of peers (`Contacts`, `KnownShare`), pure.
+"""How often a node tells and asks others, which announcements a directory gives, and whom a node asks itself. But for
+what was noted of peers (`Contacts`, `KnownShare`), pure.
 
 Where everybody tells everybody, each node's traffic grows with the swarm. Up to `PACE.quick` announcements they are
 spread as quickly as that. Beyond, they hold longer for each that is known, up to an hour, so that each is sent more
 seldom. Who asks takes answers of `PACE.answer_bytes` only, in the end one a minute, which are samples of the swarm. So
-a node's traffic is bounded, whatever is announced. What does not hold that long (load, free cache) is asked of the
-server itself by who measures the way to it.
+a node's traffic is bounded, whatever is announced. Load and free cache do not hold that long: who measures the way to a
+server asks it for them.
 """
 
 from __future__ import annotations

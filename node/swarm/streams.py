@@ -61,8 +61,8 @@ class _RoomWaiter:
 class ReceivedBytes:
     """The memory for messages that all streams of a node share: `most` bytes, and one message more of any size.
 
-    An address has a share of it, and a peer a share of its address's. A message that is larger than what is left of
-    these waits to be that one more, in turn with those of other addresses. Who waits keeps nobody else waiting.
+    An address has a share of it, and a peer a share of its address's. A message larger than what is left of these waits
+    to be that one more, in turn with those of other addresses. Who waits keeps nobody else waiting.
 
     No `MemoryBudget`: nothing here may wait in line behind a peer that does not read.
 

@@ -1,15 +1,15 @@
 """Trusted blocks: the first and the last blocks of a model, where one's own servers compute and nobody else.
 
-The prompt can be recovered from hidden states near the embeddings, and the answer from those near the head
-(docs/privacy.md has figures). So a person may name servers of his own for both ends, while strangers serve the middle.
+The prompt can be recovered from hidden states near the embeddings, the answer from those near the head (figures:
+docs/privacy.md). So a person may name servers of his own for both ends, while strangers serve the middle.
 
 A server that is not trusted takes part in planning with what is left of its span (`restrict`). Routes, standbys,
-replacements, compared chains and batches are all planned from such candidates, so none of them can have it elsewhere;
-and `permits` is asked again before a stream to a server is opened.
+replacements, compared chains and batches are all planned from such candidates, so none can have it elsewhere; and
+`permits` is asked again before a stream to a server is opened.
 
 Trusted servers do not push to others (`may_push`): the receipt that comes with a push has the hash of the pusher's
 input. In a decode step that is one of as many embeddings as the model has tokens, which are soon tried. The client
-sends such an output itself, and names the receipt by a hash that covers two numbers which nobody else knows.
+sends such an output itself. It names the receipt by a hash that covers two numbers which nobody else knows.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ def manifests_to_ask(
     servers: Iterable[Announcement], *, connected: Collection[str], proven: Collection[str] = ()
 ) -> list[list[Announcement]]:
     """Whom to ask for manifests: some servers of each version. Versions with most `proven` servers come first, then
-    those with a server that this node is connected to, then those of most servers: to announce some that nobody can
-    reach costs nothing."""
+    those with a server that this node is connected to. Then come those of most servers: to announce some that nobody
+    can reach costs nothing."""
     versions: dict[bytes, list[Announcement]] = {}
     for server in sorted(servers, key=lambda server: (server.peer_id not in proven, server.peer_id not in connected)):
         versions.setdefault(server.model_version, []).append(server)

@@ -1,7 +1,7 @@
 """The message that spreads evidence by gossip: small evidence itself, or where larger evidence can be fetched. Pure.
 
-A message carries evidence, never a verdict: who receives it checks it or does nothing. With it go the endorsements of
-validators that have recomputed it, for nodes that cannot recompute and have chosen validators to trust.
+A message carries evidence, never a verdict: who receives it checks it or does nothing. With it go endorsements of
+validators that have recomputed it. They are for nodes that cannot recompute and have chosen validators to trust.
 """
 
 from __future__ import annotations

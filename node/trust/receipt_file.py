@@ -1,6 +1,6 @@
 """Receipts of answers: kept by a client, as a file, and what they show to somebody who was not there.
 
-They show who computed which blocks for which client, when, and that the same servers have not signed two different
+They show who computed which blocks for which client, and when. They also show that no server signed two different
 streams of replies. That the replies were right is another matter: of servers of the exact kind it follows from the
 tokens, if they are in the file, and own weights (`verification.answer_check`); else `petalnode validate` recomputes.
 """

@@ -1,8 +1,8 @@
 """The receipts that a client keeps, with the requests that they are for. Bounded; no clock, no network.
 
-A receipt alone proves what a server signed. To judge whether that was right, an auditor has to see the request, and for
-a step of a session all steps before it. A client that shares its receipts keeps the tensors too, as long as there is
-room; most of them are in memory anyway, because a session is replayed from them.
+A receipt alone proves what a server signed. To judge whether that was right, an auditor has to see the request. For a
+step of a session it has to see all steps before it. A client that shares its receipts keeps the tensors too, as long as
+there is room; most of them are in memory anyway, because a session is replayed from them.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class LoggedBatch:
 class SessionLog:
     """The receipts of one session at one server, in order. With `keeps_tensors`, the tensors of steps and replies too.
 
-    A step that turned out not to be wanted (a draft that was wrong) has its receipt and its input here, too, at every
-    server of the chain: the receipts of later steps follow, and who recomputes those checks by its header that it was
-    rolled back. `others` are the logs among which that of the next server is.
+    A step that was not wanted in the end (a wrong draft) has its receipt and input here, too, at every server of the
+    chain: the receipts of later steps follow, and who recomputes those checks by its header that it was rolled back.
+    `others` are the logs among which that of the next server is.
 
     Attributes:
         opening, granted: how it was opened; None before that, and of a session that another process has opened.

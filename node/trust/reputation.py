@@ -1,8 +1,8 @@
 """What a node thinks of another one: its reputation, 0 to 1, and whether it is banned. Pure; no clock, no file.
 
-The reputation grows with tokens that the peer computed for this node and with tokens that were recomputed, decays over
-time, and falls with every fault. A new key starts at 0, so that throwing away a key that was caught gains nothing. A
-node publishes neither reputations nor bans.
+The reputation grows with tokens that the peer computed for this node, and with those that were recomputed. It decays
+over time, and falls with every fault. A new key starts at 0, so that throwing away a key that was caught gains nothing.
+A node publishes neither reputations nor bans.
 
 A node bans for what it has checked itself: what it was sent, evidence that proves itself, evidence that it recomputed.
 Beyond that only for what `quorum` validators that its owner trusts, of as many owners, state that they have recomputed.

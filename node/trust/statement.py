@@ -198,12 +198,12 @@ def _batch(bundle: Bundle) -> LoggedBatch:
     if evidence.input_hash:
         kept_hash = NOTHING_KEPT if keep is None else hash_of_keep(keep, evidence.kept_hash)
         if hash_of_batch(evidence.protocol, work, evidence.input_hash, kept_hash) != receipt.request_hash:
-            raise NotProven("the work is not what the server's receipt says that it was asked")
+            raise NotProven("the batch request is not what the server's receipt says that it was asked")
     inputs = tuple(_payload(bundle, f"input.{number}") for number in range(len(work.tensors)))
     kept = tuple(_payload(bundle, f"kept.{number}") for number in range(len(keep.tensors) if keep else 0))
     asked = MicroBatch(work, inputs, None if keep is None else KeptSet.of(keep, kept))
     if asked.hash(evidence.protocol) != receipt.request_hash:
-        raise ExchangedTensors("the work is not what the server's receipt says that it was asked")
+        raise ExchangedTensors("the batch request is not what the server's receipt says that it was asked")
     answers = 1 + (len(kept) if evidence.protocol == BACKWARD else 0)
     outputs = tuple(_payload(bundle, f"output.{number}") for number in range(answers))
     if hash_of_payloads(outputs) != receipt.reply_hash:

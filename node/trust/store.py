@@ -194,9 +194,9 @@ class TrustStore:
     """Bans and service records in memory, written to `file` now and then; without one they last as long as the process.
 
     Several processes of one person may use one file: every process reads what the others wrote when it reads or writes
-    it. Of two bans the longer one stays. A damaged file is moved away, and a new one is begun with what is in memory.
-    A file that cannot be used for another reason (a full disk, a lock, permissions, a newer version's tables) stays as
-    it is: that is logged once, and it is tried again at the next time.
+    it. Of two bans the longer one stays. A damaged file is moved away, and a new one is begun with what is in memory. A
+    file that cannot be used for another reason (full disk, lock, permissions, a newer version's tables) stays as it is:
+    that is logged once, and it is tried again at the next time.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class SharedAdapter:
     tags: tuple[str, ...] = ()
 
     def matches(self, model: str | None, tags: tuple[str, ...]) -> bool:
-        """Whether it is of this model (a name, or the first 8 or more digits of a version) and has all of `tags`."""
+        """Whether it is of this model (a name, or 8 or more first digits of a version) and has all `tags`."""
         if not set(tags) <= {*self.tags, self.method, self.task}:
             return False
         if model is None or model == self.model:

@@ -137,8 +137,8 @@ def _first(messages: Sequence[Message], most: int) -> Sequence[Message]:
 def conversation_rows(
     messages: Sequence[Message], tokenizer: Any, end: Sequence[int], max_length: int
 ) -> list[TokenRow]:
-    """One row with all answers to learn. Where the template writes a turn otherwise once others follow it (without its
-    thoughts, say), one row for each answer, as it is when it is given."""
+    """One row with all answers to learn. Some templates write a turn otherwise once others follow it (without its
+    thoughts, say). Then there is one row for each answer, as it is when given."""
     whole = _templated(messages, tokenizer)
     spans = []
     for number, message in enumerate(messages):

@@ -69,8 +69,8 @@ class History(Database):
 
 
 def last_verdicts(file: Path, model_version: bytes) -> Mapping[str, tuple[str, str, float]]:
-    """(verdict, reason, seconds since 1970) of the last verdict of each server, from the file of a validator that may
-    be running. Empty if there is no such file, or none that can be read."""
+    """(verdict, reason, seconds since 1970) of each server's last verdict, from the file of a validator that may be
+    running. Empty if there is no such file, or none that can be read."""
     if not file.is_file():
         return {}
     try:

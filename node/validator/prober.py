@@ -148,8 +148,8 @@ async def _answer(
 
 
 async def _read(model: ProbeModel, probe: Probe, session: Session, hidden: torch.Tensor, steps: int) -> None:
-    """A chain over a part of the model reads a text, the last tokens of which come one at a time: `hidden`
-    [1, tokens, hidden size] is what enters the part."""
+    """A chain over a part of the model reads a text, whose last tokens come one at a time: `hidden` [1, tokens, hidden
+    size] is what enters the part."""
     prompt = hidden.shape[1] - probe.new_tokens
     for start, end in pairwise((0, *range(prompt, prompt + steps))):
         part = hidden[:, start:end]

@@ -244,7 +244,7 @@ class _AnswerCheck:
     def _judged(
         self, steps: Sequence[_SignedStep], junctions: Mapping[int, torch.Tensor]
     ) -> tuple[list[_SignedStep], WrongReply | None, bool]:
-        """Of one session: the steps with right digests, the first that is wrong, and whether one was for something else
+        """Of one session: the steps with right digests, the first wrong one, and whether one was for something else
         than the tokens make. What follows that is not judged: another state may follow from it."""
         right: list[_SignedStep] = []
         begun = steps[0].receipt.sequence == 1 and steps[0].start == 0

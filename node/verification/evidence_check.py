@@ -1,7 +1,7 @@
 """Checks evidence with one's own weights: the answer that a server signed is recomputed and compared.
 
 The evidence's statement about the server's device is the accuser's, so it does not count: what the server announces
-does, and where that is not known, the widest tolerance that was measured for the dtype and quantisation that it signed.
+does. Where that is not known, it is the widest tolerance measured for the dtype and quantisation that it signed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Honest servers differ in the last bits: batches, kernels, devices and dtypes change the order of sums. So a claim is
 judged by its distance from the recomputed answer, token by token. The tolerance was measured on honest servers of the
-same dtype, quantisation and kinds of devices. Two distances count: that of the worst token, which finds errors at one
-place, and the root mean square over all tokens, which finds small errors everywhere.
+same dtype, quantisation and kinds of devices. Two distances count. That of the worst token finds errors at one place,
+the root mean square over all tokens small errors everywhere.
 
 Weights of fewer bits than declared are found by direction. An honest bfloat16 server is off by about as much as one
 that secretly holds int8 weights. But the latter is off towards what int8 weights give, which a validator can compute.
@@ -13,7 +13,7 @@ quantised as petalnode does it; others may escape.
 Who chooses the question can make it one that roundings decide: two experts that suit a token equally well, values that
 cancel, values that one processor takes for zero. So nobody is called faulty before the answer was recomputed with noise
 of the size that was calibrated (`Recomputation.perturbed`): tokens which that changes by as much as a fault do not
-count, and for the others the error has to be larger than what the noise makes.
+count. For the others the error has to exceed what the noise makes.
 
 Servers of the exact kind (docs/exact.md) do not differ at all: for them `judge_bits` compares bits.
 
@@ -47,8 +47,7 @@ class JudgingLimits:
     """Of the largest value that a codec carries: above, one honest server's answer is finite and another's is not."""
     squared: float = 1e18  # The square of a larger value is not finite in float32, in which blocks take norms
     unsteady: float = 1.5
-    """By how much the change that noise makes of a token is multiplied before it is compared with what proves a
-    fault."""
+    """What the noise changes of a token is multiplied by this before it is compared with what proves a fault."""
     suspicious: float = 1e-3
     """Mean relative error below which no coarser weights can be the cause: int8 weights make ten times as much."""
     share_faulty: float = 0.75

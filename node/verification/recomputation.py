@@ -1,14 +1,13 @@
 """Recomputes what a span of blocks must return, from one's own weights, with few of them in memory at a time.
 
-The blocks are loaded one after the other, by memory map, and every question passes through a block before the next one
-is loaded. So a validator needs no machine that could serve the model. (Of a small model as many blocks at once as fit
-into `RECOMPUTATION.group_bytes`, because finding a block's weights takes longer than computing with it.) The peak of
-memory is these weights, the attention cache of one question for them, and the activations of all questions. The blocks
-are those of servers (`node.blocks`): an honest server of the same kind gives the same bits, one of another kind rounds
-otherwise.
+The blocks are loaded one after the other, by memory map. Every question passes a block before the next one is loaded.
+So a validator needs no machine that could serve the model. Of a small model several blocks are loaded at once, up to
+`RECOMPUTATION.group_bytes`: finding a block's weights takes longer than computing with it. The peak of memory is these
+weights, one question's cache for them, and all questions' activations. The blocks are those of servers (`node.blocks`):
+an honest server of the same kind gives the same bits, one of another kind rounds otherwise.
 
-How far otherwise depends on what is asked: a token that two experts suit equally well, or values that cancel, can make
-a rounding decide about all of an answer. `Recomputation.perturbed` finds out, by noise in place of roundings.
+How far otherwise depends on what is asked. Where two experts suit a token equally well, or values cancel, a rounding
+can decide about all of an answer. `Recomputation.perturbed` finds out, by noise in place of roundings.
 """
 
 from __future__ import annotations

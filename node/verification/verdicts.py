@@ -270,8 +270,8 @@ class Judge:
 
 
 def _is_substitution(compared: Compared, other: torch.Tensor) -> bool:
-    """Whether the claim is what coarser weights give, at tokens that do not depend on roundings, and noise does not
-    make the same of the answer."""
+    """Whether the claim is what coarser weights give, at tokens that do not depend on roundings. Noise must not make
+    the same of the answer."""
     claimed, right = compared.claimed, compared.recomputed
     steady = compared.steady
     if steady is None:

@@ -91,7 +91,7 @@ class _InviteEndpoint:
 
 
 class _SwarmEndpoint:
-    """However often it is asked, the report is made once a second, and the swarm asked every 15 s at most."""
+    """However often it is asked, the report is made once a second. The swarm is asked every 15 s at most."""
 
     def __init__(self, core: Core, peers: Sequence[str], verdicts: Verdicts) -> None:
         self._core = core

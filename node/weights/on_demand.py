@@ -1,4 +1,4 @@
-"""A model of the swarm whose blocks come from peers while they are needed, and go when the disk is to hold no more.
+"""A model of the swarm whose blocks come from peers when needed, and go when the disk is to hold no more.
 
 So that a validator recomputes a model of which it can keep a few blocks only.
 """

@@ -74,8 +74,8 @@ def trusted_offer(
 ) -> Offer | None:
     """Of several offers that differ in `what`, for which only peers vouch, the one to go by; None if none is to be.
 
-    It is that of the named peers, as far as they agree, else of those that have computed for this node before, else of
-    all. A number of peers says nothing: keys are free.
+    It is that of the named peers, as far as they agree. Else it is that of peers that have computed for this node
+    before, else of all. A number of peers says nothing: keys are free.
     """
     groups = (
         [offer for peer, offer in offers.items() if peer in named],

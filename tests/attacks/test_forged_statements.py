@@ -353,35 +353,20 @@ def test_no_server_takes_such_a_batch(name: str) -> None:
 
 
 KEPT = {"protocol": BACKWARD, "keep": keeping(LORA)}
+OTHER = "the batch request is not what"
 BATCH_LIES: dict[str, tuple[Change, type[NotProven], str]] = {
-    "another batch request": (
-        lambda evidence, payloads: setattr(evidence.work.work, "sequence", 2),
-        NotProven,
-        "the work is not what",
-    ),
+    "another batch request": (lambda evidence, payloads: setattr(evidence.work.work, "sequence", 2), NotProven, OTHER),
     "another name for what is kept": (
         lambda evidence, payloads: evidence.work.keep.names.__setitem__(0, "1.x.lora_A"),
         NotProven,
-        "the work is not what",
+        OTHER,
     ),
-    "nothing kept": (lambda evidence, payloads: evidence.work.ClearField("keep"), NotProven, "the work is not what"),
-    "another input": (
-        lambda evidence, payloads: payloads.update({"input.1": b"x"}),
-        ExchangedTensors,
-        "the work is not what",
-    ),
+    "nothing kept": (lambda evidence, payloads: evidence.work.ClearField("keep"), NotProven, OTHER),
+    "another input": (lambda evidence, payloads: payloads.update({"input.1": b"x"}), ExchangedTensors, OTHER),
     "no input": (lambda evidence, payloads: payloads.pop("input.1"), ExchangedTensors, "input.1 is missing"),
-    "another kept tensor": (
-        lambda evidence, payloads: payloads.update({"kept.0": b"x"}),
-        ExchangedTensors,
-        "the work is not what",
-    ),
+    "another kept tensor": (lambda evidence, payloads: payloads.update({"kept.0": b"x"}), ExchangedTensors, OTHER),
     "no kept tensor": (lambda evidence, payloads: payloads.pop("kept.0"), ExchangedTensors, "kept.0 is missing"),
-    "another answer": (
-        lambda evidence, payloads: payloads.update({"output.0": b"x"}),
-        ExchangedTensors,
-        "the answer",
-    ),
+    "another answer": (lambda evidence, payloads: payloads.update({"output.0": b"x"}), ExchangedTensors, "the answer"),
     "another gradient of what is kept": (
         lambda evidence, payloads: payloads.update({"output.1": b"x"}),
         ExchangedTensors,
@@ -415,7 +400,7 @@ def test_what_was_kept_is_what_the_accuser_names() -> None:
     def change(evidence: wire.Evidence, payloads: dict[str, bytes]) -> None:
         evidence.work.kept_hash = sha256(b"x")
 
-    with pytest.raises(NotProven, match="the work is not what"):
+    with pytest.raises(NotProven, match=OTHER):
         check_statement(altered(batch_bundle(ATTACKER, batch(**KEPT)), change))
 
 

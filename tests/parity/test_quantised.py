@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +15,10 @@ from petalnode.node.blocks.quantisation.slots import QuantisedExperts
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.errors import MachineError, ModelError
 from petalnode.protocols.ids import Span
+from tests.import_graph import ROOT
 from tests.parity.quantised import save_dequantised
+from tests.swarm import warm_python
+from tests.swarm.processes import run_to_end
 from tests.tiny_models import save_tiny
 
 Tiny = Callable[[str], Path]
@@ -231,12 +232,6 @@ def test_no_more_than_a_block_is_held_unquantised(tiny: Tiny, tmp_path: Path) ->
     """Six blocks of 12 MiB each in float32, and half of that mapped from the disk; 10 MiB once they are nf4."""
     wide = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 8}
     folder = save_tiny("llama", tmp_path / "wide", dtype=torch.bfloat16, **wide)
-    done = subprocess.run(
-        [sys.executable, "-c", _PEAK, str(folder), str(tiny("llama"))],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-    )
-    assert float(done.stdout) < 80, f"all blocks in float32 and as they are mapped would be 110: {done.stdout}"
+    program = [sys.executable, "-c", _PEAK, str(folder), str(tiny("llama"))]
+    done = run_to_end(program, warm_python.python_environment(), ROOT)
+    assert float(done.out) < 80, f"all blocks in float32 and as they are mapped would be 110: {done}"

@@ -74,15 +74,22 @@ def test_the_same_tokens_come(length: int, options: dict[str, Any], model: Model
     assert torch.equal(generate(model, ids, **options), generate(whole, ids, **options, **cached))
 
 
-@pytest.mark.parametrize(("length", "options"), [(12, LOOKUP), (LONG_ROWS, {})])
-def test_a_padded_batch_says_the_same(length: int, options: dict[str, Any], model: Model, whole: Any) -> None:
-    """In one session, and in one for each row."""
-    ids = prompt(3, length)
+def padded(length: int) -> dict[str, torch.Tensor]:
     mask = (torch.arange(length) >= torch.tensor([0, 5, length - 4])[:, None]).long()
-    made = generate(model, ids, attention_mask=mask, **options)
-    assert torch.equal(made, generate(whole, ids, attention_mask=mask))
+    return {"ids": prompt(3, length), "attention_mask": mask}
 
 
+def test_a_padded_batch_says_the_same(model: Model, whole: Any) -> None:
+    assert torch.equal(generate(model, **padded(LONG_ROWS)), generate(whole, **padded(LONG_ROWS)))
+
+
+@on_each_state
+def test_rows_with_drafts_say_the_same(model: Model, whole: Any) -> None:
+    """Each in a session of its own."""
+    assert torch.equal(generate(model, **padded(12), **LOOKUP), generate(whole, **padded(12)))
+
+
+@on_each_state
 def test_a_step_is_rolled_back(model: Model, folder: Path) -> None:
     """Also into the middle of a step, and of steps that were rolled back themselves."""
     width = open_folder(folder, "tiny").boundaries.width(0)

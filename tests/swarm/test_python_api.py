@@ -72,11 +72,29 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.fixture
+def sampled(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each call of transformers' own loop, from now on."""
+    entered: list[int] = []
+    kind = type(model.transformers_model)
+    loop = kind._sample
+
+    def entering(asked: Any, ids: torch.Tensor, **given: Any) -> Any:
+        entered.append(len(ids))
+        return loop(asked, ids, **given)
+
+    monkeypatch.setattr(kind, "_sample", entering)
+    return entered
+
+
 @pytest.mark.parametrize("case", SAME)
-def test_generates_the_same_tokens(case: str, model: Model, whole: Any) -> None:
+def test_generates_the_same_tokens(case: str, model: Model, whole: Any, sampled: list[int]) -> None:
+    """Without transformers' loop, except that of beams."""
     rows, options = SAME[case]
     ids = prompt(rows, 9)
-    assert torch.equal(generate(model, ids, **options), generate(whole, ids, **options))
+    generated = generate(model, ids, **options)
+    assert not sampled
+    assert torch.equal(generated, generate(whole, ids, **options))
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"eos_token_id": [7, 11, 19], "max_new_tokens": 60}])
@@ -184,23 +202,13 @@ def test_batch_shows_others_what_that_of_transformers_shows(
             assert found.shape == expected.shape and torch.allclose(found, expected, atol=LOGITS)
 
 
-def test_only_transformers_own_methods_enter_its_loop(
-    model: Model, whole: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entered: list[str] = []
-    loop = type(model.transformers_model)._sample
-    monkeypatch.setattr(
-        type(model.transformers_model), "_sample", lambda *given, **more: entered.append("") or loop(*given, **more)
-    )
-    for case in SAME:
-        generate(model, prompt(SAME[case][0], 9), **SAME[case][1])
-    assert not entered
-
+def test_a_loop_of_somebody_s_own_is_called(model: Model, whole: Any, sampled: list[int]) -> None:
     def own(asked: Any, ids: torch.Tensor, **given: Any) -> Any:
-        return loop(asked, ids, **given)
+        return type(asked)._sample(asked, ids, **given)
 
-    assert torch.equal(generate(model, prompt(2, 9), custom_generate=own), generate(whole, prompt(2, 9)))
-    assert len(entered) == 1
+    generated = generate(model, prompt(2, 9), custom_generate=own)
+    assert sampled == [2]
+    assert torch.equal(generated, generate(whole, prompt(2, 9)))
 
 
 def test_rows_of_one_session_share_one_message_step(model: Model) -> None:

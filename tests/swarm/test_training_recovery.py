@@ -44,7 +44,7 @@ def _every_chain_gets_something(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(round_trips, "DEADLINES", slow)  # one that is slow to answer counts, too
 
 
-class Works:
+class SeenRequests:
     """Sees the replies to batch requests that a client gets, as they arrive, and may do something then."""
 
     def __init__(self, model: Model) -> None:
@@ -111,10 +111,12 @@ class Trial:
 
 
 @contextmanager
-def trial(pool: MemoryPool, folder: Path, *servers: MemoryServer, **options: Any) -> Iterator[tuple[Trial, Works]]:
+def trial(
+    pool: MemoryPool, folder: Path, *servers: MemoryServer, **options: Any
+) -> Iterator[tuple[Trial, SeenRequests]]:
     with opened_for(servers, folder, pool, **options) as model:
-        works = Works(model)
-        yield Trial(model, folder), works
+        requests = SeenRequests(model)
+        yield Trial(model, folder), requests
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +129,10 @@ def test_batch_goes_over_all_servers_that_there_are(
     pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer]
 ) -> None:
     servers = [*steady, pool.start("0:3"), pool.start("3:6")]
-    with trial(pool, folder, *servers) as (comparison, works):
+    with trial(pool, folder, *servers) as (comparison, requests):
         comparison.run()
         for protocol in (FORWARD, BACKWARD):
-            counts = [works.replies[protocol, server.peer_id] for server in servers]
+            counts = [requests.replies[protocol, server.peer_id] for server in servers]
             assert all(counts) and counts[0] + counts[2] == counts[1] + counts[3] == MICRO_BATCHES
     for server in servers[2:]:
         server.kill()
@@ -140,16 +142,16 @@ def test_servers_compute_ahead_of_their_gradients(
     pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer]
 ) -> None:
     first, last = steady
-    with trial(pool, folder, first, last) as (comparison, works):
+    with trial(pool, folder, first, last) as (comparison, requests):
         comparison.run()
-        count = works.replies[BACKWARD, first.peer_id]
-        assert count == works.late_gradients[first.peer_id] > 1 and not works.late_gradients[last.peer_id]
-        [stream] = works.streams[BACKWARD, first.peer_id]
+        count = requests.replies[BACKWARD, first.peer_id]
+        assert count == requests.late_gradients[first.peer_id] > 1 and not requests.late_gradients[last.peer_id]
+        [stream] = requests.streams[BACKWARD, first.peer_id]
         # What waits for its gradient is lost with its stream; it is done again as a whole, and nobody is to blame.
-        with works.at_first(BACKWARD, last.peer_id, lambda: trio.lowlevel.spawn_system_task(stream.reset)):
+        with requests.at_first(BACKWARD, last.peer_id, lambda: trio.lowlevel.spawn_system_task(stream.reset)):
             comparison.run()
-        assert len(works.streams[BACKWARD, first.peer_id]) == 2
-        assert not works.late_gradients[last.peer_id]
+        assert len(requests.streams[BACKWARD, first.peer_id]) == 2
+        assert not requests.late_gradients[last.peer_id]
 
 
 @pytest.mark.parametrize("protocol", [FORWARD, BACKWARD])
@@ -158,8 +160,8 @@ def test_a_server_is_killed(
     protocol: str, blocks: str, pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer]
 ) -> None:
     victim = pool.start(blocks)
-    with trial(pool, folder, victim, *steady) as (comparison, works):
-        with works.at_first(protocol, victim.peer_id, victim.kill):
+    with trial(pool, folder, victim, *steady) as (comparison, requests):
+        with requests.at_first(protocol, victim.peer_id, victim.kill):
             comparison.run()
         comparison.run()  # and the next batch without it
 
@@ -167,10 +169,10 @@ def test_a_server_is_killed(
 @pytest.mark.parametrize("protocol", [FORWARD, BACKWARD])
 def test_others_with_other_boundaries_take_over(protocol: str, pool: MemoryPool, folder: Path) -> None:
     victim, *others = [pool.start(blocks) for blocks in ("0:6", "0:2", "2:5", "5:6")]
-    with trial(pool, folder, victim, *others) as (comparison, works):
-        with works.at_first(protocol, victim.peer_id, victim.kill):
+    with trial(pool, folder, victim, *others) as (comparison, requests):
+        with requests.at_first(protocol, victim.peer_id, victim.kill):
             comparison.run()
-        assert all(works.replies[BACKWARD, other.peer_id] for other in others)
+        assert all(requests.replies[BACKWARD, other.peer_id] for other in others)
     for server in others:
         server.kill()
 
@@ -178,8 +180,8 @@ def test_others_with_other_boundaries_take_over(protocol: str, pool: MemoryPool,
 def test_a_server_freezes(pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer]) -> None:
     victim = pool.start("0:3")
     with (
-        trial(pool, folder, victim, *steady) as (comparison, works),
-        works.at_first(BACKWARD, victim.peer_id, victim.freeze),
+        trial(pool, folder, victim, *steady) as (comparison, requests),
+        requests.at_first(BACKWARD, victim.peer_id, victim.freeze),
     ):
         comparison.run()
     victim.kill()
@@ -187,8 +189,8 @@ def test_a_server_freezes(pool: MemoryPool, folder: Path, steady: tuple[MemorySe
 
 def test_a_server_leaves(pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer]) -> None:
     leaving = pool.start("0:3")
-    with trial(pool, folder, leaving, *steady) as (comparison, works):
-        with works.at_first(FORWARD, leaving.peer_id, leaving.terminate):
+    with trial(pool, folder, leaving, *steady) as (comparison, requests):
+        with requests.at_first(FORWARD, leaving.peer_id, leaving.terminate):
             comparison.run()
         comparison.run()
 
@@ -208,32 +210,32 @@ def test_a_server_that_lies_is_not_believed(
     liar: tuple[MemoryServer, Path],
 ) -> None:
     server, control = liar
-    with trial(pool, folder, server, *steady) as (comparison, works):
+    with trial(pool, folder, server, *steady) as (comparison, requests):
         order(control, fault)
         comparison.run()
-        assert works.replies[BACKWARD, steady[0].peer_id] == works.replies[BACKWARD, steady[1].peer_id] >= 2
+        assert requests.replies[BACKWARD, steady[0].peer_id] == requests.replies[BACKWARD, steady[1].peer_id] >= 2
 
 
 def test_a_server_that_says_nothing_is_given_up(
     pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer], liar: tuple[MemoryServer, Path]
 ) -> None:
     server, control = liar
-    with trial(pool, folder, server, *steady, request_timeout=8.0) as (comparison, works):
+    with trial(pool, folder, server, *steady, request_timeout=8.0) as (comparison, requests):
         order(control, "silence")
         comparison.run()
-        assert works.replies[BACKWARD, steady[0].peer_id]
+        assert requests.replies[BACKWARD, steady[0].peer_id]
 
 
 def test_server_without_gradients_is_still_used(
     pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer], liar: tuple[MemoryServer, Path]
 ) -> None:
     server, control = liar
-    with trial(pool, folder, server, *steady) as (comparison, works):
+    with trial(pool, folder, server, *steady) as (comparison, requests):
         order(control, "no gradients")
         comparison.run()  # finds it out in the backward pass
         comparison.run()
-        assert works.replies[FORWARD, server.peer_id] in (2, 3) and works.replies[BACKWARD, server.peer_id] == 0
-        assert all(works.replies[BACKWARD, other.peer_id] == 2 * MICRO_BATCHES for other in steady)
+        assert requests.replies[FORWARD, server.peer_id] in (2, 3) and requests.replies[BACKWARD, server.peer_id] == 0
+        assert all(requests.replies[BACKWARD, other.peer_id] == 2 * MICRO_BATCHES for other in steady)
     with opened_for([server], folder, pool) as model:
         loss = model(tokens(), labels=tokens()).loss
         assert not loss.requires_grad
@@ -248,8 +250,8 @@ def test_nobody_is_left(
     monkeypatch.setattr(batch_client, "DEADLINES", replace(batch_client.DEADLINES, recovery=1.0))
     victim = pool.start("0:3")
     with (
-        trial(pool, folder, victim, steady[1]) as (comparison, works),
-        works.at_first(BACKWARD, steady[1].peer_id, victim.kill),
+        trial(pool, folder, victim, steady[1]) as (comparison, requests),
+        requests.at_first(BACKWARD, steady[1].peer_id, victim.kill),
         pytest.raises(NoChainError, match="0:3"),
     ):
         comparison.run()

@@ -173,7 +173,7 @@ FORWARDS: dict[str, tuple[int, str, tuple[bytes, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", FORWARDS)
-async def test_works_that_are_refused(case: str, server: MemoryServer, raw_node: Swarm) -> None:
+async def test_batch_requests_that_are_refused(case: str, server: MemoryServer, raw_node: Swarm) -> None:
     code, says, payloads, fields = FORWARDS[case]
     batches = await RawBatchStream.opened(raw_node, server.ready, FORWARD)
     await batches.ask(*payloads, **fields)
@@ -223,7 +223,7 @@ async def test_the_answers_before_an_error_are_given(server: MemoryServer, raw_n
         await batches.reply()
 
 
-async def test_more_works_than_credits_are_refused(server: MemoryServer, raw_node: Swarm) -> None:
+async def test_more_batch_requests_than_credits_are_refused(server: MemoryServer, raw_node: Swarm) -> None:
     batches = await RawBatchStream.opened(raw_node, server.ready, BACKWARD)
     answers: list[int] = []
 
@@ -316,7 +316,7 @@ async def test_kept_tensors_are_dropped_when_newer_ones_come(server: MemoryServe
         await batches.reply()
 
 
-async def test_client_leaving_mid_work_costs_nothing(server: MemoryServer, raw_node: Swarm) -> None:
+async def test_client_leaving_mid_batch_costs_nothing(server: MemoryServer, raw_node: Swarm) -> None:
     for pieces in (0, 1):
         batches = await RawBatchStream.opened(raw_node, server.ready, FORWARD)
         payload = values(5)

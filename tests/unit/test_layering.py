@@ -123,9 +123,8 @@ def test_names_of_tests_have_at_most_eight_words() -> None:
 
 
 def test_no_test_imports_from_another_test_file() -> None:
-    files = [path for path in (ROOT / "tests").rglob("*.py") if "sweep" not in path.parts]
-    wrong = [one for file in files for one in imports(file) if one.module.rpartition(".")[2].startswith("test_")]
-    assert not wrong
+    taken = re.compile(r"^\s*(from|import) (\S+\.)?test_\w+|^\s*from tests\S* import .*\btest_", re.MULTILINE)
+    assert not [path for path in (ROOT / "tests").rglob("*.py") if taken.search(path.read_text())]
 
 
 def test_torch_enters_the_protocols_by_the_tensors_only() -> None:
@@ -164,6 +163,12 @@ def test_no_name_is_taken_from_transformers_itself() -> None:
     """At the end of its first import it replaces its module: a thread that waited for it finds no names in the old."""
     taken = re.compile(r"^\s*from transformers import", re.MULTILINE)
     assert not [path for folder in ("node", "petalnode") for path in sources(folder) if taken.search(path.read_text())]
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    files = [path for tree in TREES for path in source_files(tree)]
+    names = Counter(name for path in files for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE))
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def may_import(importer: str, imported: str) -> bool:

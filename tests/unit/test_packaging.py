@@ -175,6 +175,8 @@ _WHERE = """
 import petalnode
 from petalnode import PetalnodeError, __version__
 from petalnode.node import errors, network
+from petalnode.node.cli import deferred
+deferred.defer()  # as commands do: the rest of libp2p takes two seconds
 from petalnode.protocols import framing
 from petalnode.crypto import identity
 import libp2p.host, fastecdsa.keys

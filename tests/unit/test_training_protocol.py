@@ -189,7 +189,7 @@ def test_what_is_not_hosted(terms: BatchTerms, code: int) -> None:
     assert caught.value.code == code
 
 
-# --- works
+# --- batch requests
 
 
 def tensor(*shape: int, nbytes: int | None = None, **fields: Any) -> wire.Tensor:
@@ -197,7 +197,7 @@ def tensor(*shape: int, nbytes: int | None = None, **fields: Any) -> wire.Tensor
     return wire.Tensor(**usual | fields, nbytes=4 * math.prod(shape) if nbytes is None else nbytes)
 
 
-def work(*tensors: wire.Tensor, **fields: Any) -> wire.BatchRequest:
+def request(*tensors: wire.Tensor, **fields: Any) -> wire.BatchRequest:
     return wire.BatchRequest(**{"sequence": 4} | fields, tensors=tensors)
 
 
@@ -219,55 +219,55 @@ def test_gradient_is_as_wide_as_the_last_block() -> None:
     for width in range(60, 110):
         gradient = tensor(2, 9, width)
         if width == 64 + 5 * (8 - TERMS.span.end):
-            check_batch(work(entering, gradient), TERMS, wide, {}, backward=True, last=3)
+            check_batch(request(entering, gradient), TERMS, wide, {}, backward=True, last=3)
             continue
         with pytest.raises(Refusal, match="gradient"):
-            check_batch(work(entering, gradient), TERMS, wide, {}, backward=True, last=3)
+            check_batch(request(entering, gradient), TERMS, wide, {}, backward=True, last=3)
 
 
 @pytest.mark.parametrize(
     ("message", "backward"),
     [
-        (work(HIDDEN), False),
-        (work(HIDDEN, HIDDEN), True),
-        (work(HIDDEN, mask=b"123"), False),
-        (work(HIDDEN, positions=range(18)), False),
-        (work(HIDDEN, kept=7), False),
-        (work(HIDDEN, HIDDEN, kept=8), True),
-        (work(tensor(8, 128, 64)), False),
+        (request(HIDDEN), False),
+        (request(HIDDEN, HIDDEN), True),
+        (request(HIDDEN, mask=b"123"), False),
+        (request(HIDDEN, positions=range(18)), False),
+        (request(HIDDEN, kept=7), False),
+        (request(HIDDEN, HIDDEN, kept=8), True),
+        (request(tensor(8, 128, 64)), False),
     ],
 )
-def test_right_works_pass(message: wire.BatchRequest, backward: bool) -> None:
+def test_right_batch_requests_pass(message: wire.BatchRequest, backward: bool) -> None:
     check(message, backward)
 
 
 @pytest.mark.parametrize(
     ("message", "backward", "code", "says"),
     [
-        (work(HIDDEN, sequence=3), False, BAD, "came after"),
-        (work(HIDDEN, sequence=5), False, BAD, "came after"),
-        (work(), False, BAD, "1 tensors"),
-        (work(HIDDEN, HIDDEN), False, BAD, "1 tensors"),
-        (work(HIDDEN), True, BAD, "2 tensors"),
-        (work(HIDDEN, tensor(2, 8, 64)), True, BAD, "gradient"),
-        (work(tensor(2, 9, 63)), False, BAD, "64"),
-        (work(tensor(2, 64)), False, BAD, "64"),
-        (work(tensor(0, 9, 64)), False, BAD, "rows"),
-        (work(tensor(2, 0, 64)), False, BAD, "tokens"),
-        (work(tensor(2, 9, 64, nbytes=5)), False, BAD, "5 bytes"),
-        (work(tensor(2, 9, 64, codec="float16")), False, BAD, "codec"),
-        (work(tensor(2, 9, 64, dtype="bfloat16")), False, BAD, "bfloat16"),
-        (work(tensor(1, 129, 64)), False, LONG, "128"),
-        (work(tensor(9, 128, 64)), False, LONG, "1024"),
-        (work(HIDDEN, mask=b"12"), False, BAD, "mask"),
-        (work(HIDDEN, positions=range(17)), False, BAD, "positions"),
-        (work(HIDDEN, positions=[128] * 18), False, BAD, "positions"),
-        (work(HIDDEN, kept=6), False, BAD, "nothing is kept"),
-        (work(tensor(3, 9, 64), kept=8), False, BAD, "prompts"),
-        (work(tensor(2, 4, 64), kept=7), False, BAD, "prompts"),
+        (request(HIDDEN, sequence=3), False, BAD, "came after"),
+        (request(HIDDEN, sequence=5), False, BAD, "came after"),
+        (request(), False, BAD, "1 tensors"),
+        (request(HIDDEN, HIDDEN), False, BAD, "1 tensors"),
+        (request(HIDDEN), True, BAD, "2 tensors"),
+        (request(HIDDEN, tensor(2, 8, 64)), True, BAD, "gradient"),
+        (request(tensor(2, 9, 63)), False, BAD, "64"),
+        (request(tensor(2, 64)), False, BAD, "64"),
+        (request(tensor(0, 9, 64)), False, BAD, "rows"),
+        (request(tensor(2, 0, 64)), False, BAD, "tokens"),
+        (request(tensor(2, 9, 64, nbytes=5)), False, BAD, "5 bytes"),
+        (request(tensor(2, 9, 64, codec="float16")), False, BAD, "codec"),
+        (request(tensor(2, 9, 64, dtype="bfloat16")), False, BAD, "bfloat16"),
+        (request(tensor(1, 129, 64)), False, LONG, "128"),
+        (request(tensor(9, 128, 64)), False, LONG, "1024"),
+        (request(HIDDEN, mask=b"12"), False, BAD, "mask"),
+        (request(HIDDEN, positions=range(17)), False, BAD, "positions"),
+        (request(HIDDEN, positions=[128] * 18), False, BAD, "positions"),
+        (request(HIDDEN, kept=6), False, BAD, "nothing is kept"),
+        (request(tensor(3, 9, 64), kept=8), False, BAD, "prompts"),
+        (request(tensor(2, 4, 64), kept=7), False, BAD, "prompts"),
     ],
 )
-def test_wrong_works_are_refused(message: wire.BatchRequest, backward: bool, code: int, says: str) -> None:
+def test_wrong_batch_requests_are_refused(message: wire.BatchRequest, backward: bool, code: int, says: str) -> None:
     with pytest.raises(Refusal, match=says) as caught:
         check(message, backward)
     assert caught.value.code == code
@@ -347,9 +347,9 @@ def test_other_names_are_no_changes(name: str) -> None:
 
 def test_memory_counts_the_reply() -> None:
     hidden, prompts = 2 * 9 * 64 * 4, 3 * 5 * 64 * 4
-    assert batch_bytes(work(HIDDEN), PROMPTS) == 2 * hidden
-    assert batch_bytes(work(HIDDEN, HIDDEN), PROMPTS) == 3 * hidden + prompts
-    assert batch_bytes(work(HIDDEN, HIDDEN), None) == 3 * hidden
+    assert batch_bytes(request(HIDDEN), PROMPTS) == 2 * hidden
+    assert batch_bytes(request(HIDDEN, HIDDEN), PROMPTS) == 3 * hidden + prompts
+    assert batch_bytes(request(HIDDEN, HIDDEN), None) == 3 * hidden
     assert KEPT_SETS >= 2  # the sets of two batches at once
 
 
@@ -358,9 +358,9 @@ dtypes = st.sampled_from(["float32", "bfloat16", "float16"])
 
 @given(st.builds(wire.Tensor, shape=st.lists(st.integers(0, 2**31), max_size=5), dtype=dtypes, codec=dtypes,
                  nbytes=st.integers(0, 2**40)), st.binary(max_size=8), st.integers(0, 9))  # fmt: skip
-def test_no_work_does_more_than_be_refused(tensor: wire.Tensor, mask: bytes, kept: int) -> None:
+def test_no_batch_request_does_more_than_be_refused(tensor: wire.Tensor, mask: bytes, kept: int) -> None:
     try:
-        check(work(tensor, mask=mask, kept=kept))
+        check(request(tensor, mask=mask, kept=kept))
     except Refusal:
         pass
 
@@ -369,7 +369,7 @@ def test_no_work_does_more_than_be_refused(tensor: wire.Tensor, mask: bytes, kep
 
 
 def test_everything_that_changes_the_answer_changes_the_hash() -> None:
-    usual = work(HIDDEN)
+    usual = request(HIDDEN)
     payload, other = hash_of_payloads([b"a", b"b"]), hash_of_payloads([b"ac"])
     hashes = [
         hash_of_batch(FORWARD, usual, payload, NOTHING_KEPT),
@@ -378,10 +378,10 @@ def test_everything_that_changes_the_answer_changes_the_hash() -> None:
         hash_of_batch(FORWARD, usual, payload, hash_of_keep(PROMPTS, payload)),
         hash_of_batch(FORWARD, usual, payload, hash_of_keep(PROMPTS, other)),
         hash_of_batch(FORWARD, usual, payload, hash_of_keep(OF_ROWS, payload)),
-        hash_of_batch(FORWARD, work(HIDDEN, sequence=5), payload, NOTHING_KEPT),
-        hash_of_batch(FORWARD, work(HIDDEN, mask=b"123"), payload, NOTHING_KEPT),
-        hash_of_batch(FORWARD, work(HIDDEN, positions=[1, 2]), payload, NOTHING_KEPT),
-        hash_of_batch(FORWARD, work(tensor(3, 6, 64)), payload, NOTHING_KEPT),
+        hash_of_batch(FORWARD, request(HIDDEN, sequence=5), payload, NOTHING_KEPT),
+        hash_of_batch(FORWARD, request(HIDDEN, mask=b"123"), payload, NOTHING_KEPT),
+        hash_of_batch(FORWARD, request(HIDDEN, positions=[1, 2]), payload, NOTHING_KEPT),
+        hash_of_batch(FORWARD, request(tensor(3, 6, 64)), payload, NOTHING_KEPT),
     ]
     assert len(set(hashes)) == len(hashes)
 

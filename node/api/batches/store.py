@@ -26,7 +26,7 @@ class BatchStoreLimits:
     max_batches: int = 1000
     """Of one owner: the oldest of those that are over are forgotten."""
     object_bytes: int = 16 << 10
-    """What a file or a batch counts for beside what it holds, so that a share is a bound on how many there are, too."""
+    """What a file or a batch counts for beside its content, so that a share bounds their number, too."""
     piece_bytes: int = 256 << 10
     """Of a file's content, which are in memory at once."""
     line_bytes: int = 128

@@ -1,7 +1,7 @@
 """HTTP/1.1 for one ASGI application, on trio: h11 on sockets, and a bound on whatever a client can hold.
 
-Unlike the servers that there are for trio (docs/decisions/http-server.md), it cancels the application as soon as its
-client is gone, and gives up a client that reads nothing.
+It cancels the application as soon as its client is gone, and gives up a client that reads nothing. Other servers for
+trio do neither (docs/decisions/http-server.md).
 """
 
 from __future__ import annotations

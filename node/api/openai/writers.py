@@ -185,7 +185,7 @@ class _OpenAIWriter:
         return [self._ends[choice] for choice in sorted(self._ends)]
 
     def _last(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """The chunk of the end of a choice, which also says how the answers came about if it is the last one."""
+        """The chunk of the end of a choice. The last one also says how the answers came about."""
         ended = len(self._ends) == len(self._texts) and not self._request.include_usage
         return {**self._chunk(choice), **({"x_petalnode": provenance(self._done)} if ended else {})}
 

@@ -17,9 +17,8 @@ class CacheForm:
 
     auto: as they are. bfloat16: rounded to the nearest, ties to even. int8: each `CACHE_BLOCK` values of a key or value
     as whole multiples, -127 to 127, of a bfloat16 scale. The scale is their largest magnitude / 127, rounded up: as in
-    GGUF's Q8_0, with a scale that has float32's range. What they stand for is exact in float32, and the compiled
-    kernels (`hold_key` and `open_keys` in `kernels/`) give the same bits. A block with a value that is not finite
-    becomes NaN.
+    GGUF's Q8_0, with a scale that has float32's range. What they stand for is exact in float32. The compiled kernels
+    (`hold_key` and `open_keys` in `kernels/`) give the same bits. A block with a value that is not finite becomes NaN.
     """
 
     held: CacheDtype

@@ -1,9 +1,9 @@
-"""Models of transformers that keep states in a way of their own, made to keep them in the cache that they are given.
+"""Has models of transformers with states of their own keep them in the cache that they are given.
 
 DeepSeek-V4 has keys and values that stand for several tokens each. Of tokens in windows of `rate`, one behind the
 other, a block makes an entry when a window is full. Entries grow with the session, as keys and values do. What the next
-entry is made of are states: projections of the tokens in the window that is not full, and where windows overlap a part
-of those in the last full one.
+entry is made of are states: projections of tokens in the window that is not full, and, where windows overlap, of some
+in the last full one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MAMBAS: Final = frozenset({"mamba", "mamba2", "falcon_mamba"})
 _OWN_POSITIONS: Final = frozenset({"qwen4_exp_text"})
 """Models that look up in their cache where the tokens stand that it holds."""
 COMPRESSED: Final = frozenset({"deepseek_v4"})
-"""Models whose blocks keep entries that stand for several tokens, beside keys and values of a window, and ask their
-cache for these by themselves."""
+"""Models whose blocks keep entries for several tokens each, beside keys and values of a window. They ask their cache
+for these themselves."""
 PADDING_COUNTS: Final = COMPRESSED | {"recurrent_gemma"}
 """Models that compute with left padding: it begins the windows that are compressed, and states take it in."""
 
@@ -136,8 +136,8 @@ class CompressedBlock:
     def store_compression_weights(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Takes projections [rows, tokens, dim], and returns those of windows that are full now, [rows, windows * rate,
-        dim] each, and the number of the first token in them."""
+        """Takes projections [rows, tokens, dim]. Returns those of windows that are full now, [rows, windows * rate,
+        dim] each, and their first token's number."""
         length = self._view.get_seq_length(self._block)
         held, given = length % self._rate, torch.cat([kv, gate], dim=2)
         if held:
@@ -154,8 +154,8 @@ class CompressedBlock:
     def update_overlap_state(
         self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes full windows [rows, windows, rate, 2 * head_dim], keeps what the last one hands on, and returns what
-        the one before the first has."""
+        """Takes full windows [rows, windows, rate, 2 * head_dim]. Keeps what the last one hands on, returns what the
+        one before the first has."""
         kv, gate = self._view.kept(self._block, _LAST[name]).chunk(2, dim=2)
         last = torch.cat([part[:, -1, :, :head_dim] for part in (chunk_kv, chunk_gate)], dim=2)
         self._view.keep(self._block, _LAST[name], last)

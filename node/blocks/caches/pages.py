@@ -1,4 +1,4 @@
-"""Memory of a session's cache that is given back to the system while the session goes on, without moving the rest.
+"""Memory of a session's cache that goes back to the system while the session goes on, without moving the rest.
 
 A block with a window looks at the last tokens only. What is behind them, and behind what a session may still be rolled
 back by, is let go page by page: buffers keep their layout, and what was let go reads as zeros. Linux can do that.

@@ -1,5 +1,5 @@
-"""Ragged attention: one decode step of many sessions is one batch for all linear layers, while attention runs per
-session on keys and values of its own length. No padding, no copy of the cache, no mask.
+"""Ragged attention: one decode step of many sessions is one batch for all linear layers. Attention runs per session, on
+keys and values of its own length. No padding, no copy of the cache, no mask.
 """
 
 from __future__ import annotations

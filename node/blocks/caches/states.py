@@ -1,14 +1,14 @@
 """States that blocks keep beside keys and values, or in their place: what a convolution has seen last, and what linear
 attention sums up. A step replaces them, so that going back takes copies of what was.
 
-A session keeps a few states of the past (`STATES`, the newest among them) with what entered the blocks behind each, as
-long as these are few tokens. It goes back to any token between by computing those few once more, together with the next
-step, or before it where they are many. So what drafts need, `WINDOW` tokens at least, costs no state for each of them.
-A step makes one state, however many parts it is computed in, and only when it is done: one that fails leaves no trace.
+A session keeps a few states of the past (`STATES`, the newest among them). With each it keeps what entered the blocks
+behind it, while that is few tokens. It goes back to any token between by computing those few once more: together with
+the next step, or before it. So what drafts need, `WINDOW` tokens at least, costs no state for each of them. A step
+makes one state, however many parts it is computed in, and only when it is done: one that fails leaves no trace.
 
 Where kernels compute the states, a session also keeps what entered these with the last tokens (`StateRing.rewound`).
-From the state before them the one behind any of them follows without the blocks, as in "The Mamba in the Llama" (arXiv
-2408.15237, section 4).
+The state behind any of them follows from the one before without the blocks ("The Mamba in the Llama", arXiv 2408.15237,
+section 4).
 """
 
 from __future__ import annotations

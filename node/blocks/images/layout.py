@@ -1,8 +1,8 @@
 """How the tokens of a prompt with pictures are laid out, as tensors.
 
 By M-RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1) text has its number on all axes. The tokens of a picture stand at a
-time, a height and a width, and what follows goes on behind the largest of them: so the tokens behind a picture have
-smaller positions than their numbers in the row.
+time, a height and a width. What follows goes on behind the largest of them: so the tokens behind a picture have smaller
+positions than their numbers in the row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pictures as a person gives them, and what a model's own processor makes of them: tokens, and values for the encoder.
 
 A picture is some stranger's file to whoever serves the HTTP API. Its size in bytes and, by its header, in pixels is
-checked before it is opened, and only kinds are opened that everybody knows.
+checked before it is opened. Only well-known kinds are opened.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ _WORTH: Final = 0.95  # of the time that torch needs: less is noise
 _SAMPLE_BYTES: Final = 128 << 20
 _MANY: Final = 8
 """Sessions in a step that counts as much as one of a single session. Float32 weights come from memory as quickly for
-both, but torch's products with a few rows take three times as long as that."""
+both. But torch's products with a few rows take three times as long."""
 
 
 def native_kernels(wanted: Kernels, device: torch.device, dtype: torch.dtype, *, exact: bool = False) -> Library | None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..cache import SpanCache
 from ..caches.states import StateInputs, StateRing, StateSpec
-from .library import Block, Delta, Matrix, Part, Unsuitable, usable_threads
+from .library import Block, Delta, Matrix, Unsuitable, Values, usable_threads
 from .recurrent import DeltaInputs
 from .tiles import LANES
 
@@ -110,7 +110,7 @@ def describe_delta(
         if widths and found.projection[number].out != groups * sum(widths):
             raise Unsuitable("matrices of other shapes")
         for place, letter in enumerate(layout.projections[path]):
-            found.parts[list(sizes).index(letter)] = Part(number, sum(widths[:place]), widths[place], sum(widths))
+            found.parts[list(sizes).index(letter)] = Values(number, sum(widths[:place]), widths[place], sum(widths))
     return found
 
 

@@ -60,7 +60,7 @@ def in_two(attention: Any) -> bool:
 
 
 def score_floats(shape: Shape, rows: int) -> int:
-    """float32 that each thread needs for a head of so many rows."""
+    """float32 that each thread needs for a head of `rows` rows."""
     return int(rows * (shape.head_dim + shape.value_dim + 2 * shape.latent)) if shape.latent else 0
 
 

@@ -1,8 +1,8 @@
 """The compiled kernels (`kernels.c`): finding them, building them, and calling them by ctypes.
 
 They are never required: without them, or on a processor for which they were not built, torch computes. `make setup`
-compiles them into build/kernels, and the build of a wheel puts them beside this file (packaging/build_backend.py,
-which runs this module alone). Where there is no C compiler, the compiler of the package `ziglang` does it, which also
+compiles them into build/kernels. The build of a wheel puts them beside this file (packaging/build_backend.py, which
+runs this module alone). Where there is no C compiler, the compiler of the package `ziglang` does it, which also
 compiles for other systems. Nothing is compiled when a program starts.
 """
 
@@ -98,7 +98,7 @@ class Row(ctypes.Structure):
     )  # fmt: skip
 
 
-class Part(ctypes.Structure):
+class Values(ctypes.Structure):
     """`struct values`: where some values stand in the outputs of a projection."""
 
     _fields_ = tuple((name, ctypes.c_int32) for name in ("projection", "first", "width", "pitch"))
@@ -111,7 +111,7 @@ class Delta(ctypes.Structure):
         *((name, ctypes.c_int32) for name in (
             "projections", "key_heads", "heads", "key_dim", "value_dim", "decays", "taps", "held", "gate",
         )),
-        ("most", ctypes.c_float), ("eps", ctypes.c_float), ("of", ctypes.c_int32 * 8), ("parts", Part * 6),
+        ("most", ctypes.c_float), ("eps", ctypes.c_float), ("of", ctypes.c_int32 * 8), ("parts", Values * 6),
         ("projection", Matrix * 8),
         *((name, ctypes.c_void_p) for name in ("taps_of", "bias", "rates", "moved", "norm")),
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """The weights of a span in their own form: the few bits that a GGUF file has them in, or 16 bits.
 
-Matrices of a GGUF file are read one at a time and brought into the kernels' tiles, which takes little longer than
-reading them; nothing is kept on the disk but experts that memory is too small for. Those of kinds that the kernels do
-not know are opened to float32. Matrices of safetensors in bfloat16 or float16 stay in their mapped files.
+Matrices of a GGUF file are read one at a time and brought into the kernels' tiles, little slower than reading; nothing
+is kept on the disk but experts that memory is too small for. Those of kinds that the kernels do not know are opened to
+float32. Matrices of safetensors in bfloat16 or float16 stay in their mapped files.
 """
 
 from __future__ import annotations
@@ -244,8 +244,8 @@ def planned_bytes(scheme: StoredScheme, block: nn.Module, *, native: bool) -> in
 
 
 def packed_bytes(stored: GgufWeights, skeleton: Skeleton, number: int, block: nn.Module) -> tuple[int, int]:
-    """What block `number` takes where its matrices are held in the bits of the file (those that cannot be, opened), and
-    what of this are experts, which may be left on the disk."""
+    """What block `number` takes where its matrices are held in the bits of the file (those that cannot be, opened).
+    Also what of this are experts, which may be left on the disk."""
     slots = packable(stored, skeleton, number, block)
     gone = {slot.parameter for slot in slots}
     opened = sum(value.nbytes for name, value in block.named_parameters() if name not in gone)

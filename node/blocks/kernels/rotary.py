@@ -1,7 +1,7 @@
 """Frequencies of rotary positions (Su et al. 2021) for the exact kind of computation.
 
 As `transformers.modeling_rope_utils` has them but for a last bit now and then: powers and logarithms are computed here
-in double, by sums, products and quotients alone, whose bits are the same on every machine.
+in double, by sums, products and quotients alone: their bits are the same everywhere.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Weight matrices in tiles of 16 rows, which the compiled kernels multiply as they are (see `kernels.c`).
 
-A tile's rows stand side by side, so that a vector of the processor takes one input of 16 rows at a time. Forms: those
-of GGUF's kinds, of whose bytes they are made without rounding (`TiledMatrix.of_stored`), and those of `--quant`: NF4
-and a scale for each row of eight bits. Weights of 16 and 32 bits are row-major (`StoredMatrix`).
-Activations are float32; results are exact to rounding.
+A tile's rows stand side by side: a vector of the processor takes one input of 16 rows at a time. Forms: those of GGUF's
+kinds, of whose bytes they are made without rounding (`TiledMatrix.of_stored`), and those of `--quant`: NF4 and a scale
+for each row of eight bits. Weights of 16 and 32 bits are row-major (`StoredMatrix`). Activations are float32; results
+are exact to rounding.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ LANES: Final = 16
 _SUPER: Final = 256
 """Inputs that share the scale of their scales."""
 MOST_ROWS: Final = 32
-"""Of values, for more of which torch takes less time with weights of 16 and 32 bits, or with more threads than the
-kernels have."""
+"""Of more values torch takes less time, with weights of 16 and 32 bits or with more threads than the kernels have."""
 
 
 @dataclass(frozen=True)

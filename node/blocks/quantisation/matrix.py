@@ -1,8 +1,8 @@
 """Weight matrices that are held quantised, and linear layers over them.
 
 The numbers are bitsandbytes' own; its modules are not used: they repack their 4-bit weights in the first forward pass
-that needs no gradient, and give silently wrong gradients from then on. Here a matrix has one layout for its life, and
-the gradient with respect to its input is always taken with the dequantised values.
+that needs no gradient. From then on gradients are silently wrong. Here a matrix has one layout for its life. The
+gradient with respect to its input is always taken with the dequantised values.
 
 Eight bits for a weight: LLM.int8() (Dettmers et al., NeurIPS 2022), a scale for each row. Four bits: NF4 (QLoRA,
 Dettmers et al., NeurIPS 2023, section 3), a scale for every 64 weights.
@@ -114,7 +114,7 @@ class QuantisedMatrix(ABC):
 
 
 def pieces(shape: tuple[int, int], like: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """(first row, row behind the last) of parts of a matrix of `shape` that are dequantised at a time, or quantised."""
+    """(first row, row behind the last) of parts of a matrix of `shape` that are quantised or dequantised at a time."""
     out, into = shape
     nbytes = _PIECE_BYTES if like.device.type == "cpu" else _DEVICE_PIECE_BYTES
     rows = max(1, nbytes // (into * like.dtype.itemsize * _PIECE_ROWS)) * _PIECE_ROWS

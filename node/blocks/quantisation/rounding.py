@@ -1,8 +1,8 @@
 """Rows of values rounded to eight bits.
 
-Each block of 32 values becomes whole multiples, -127 to 127, of its largest magnitude / 127, as in GGUF's Q8_0 (without
-its float16 scale). With weights of 4 and 8 bits they make sums of whole numbers, which the compiled kernels add up
-quickly and every processor alike (`kernels/bytes.h`); all other ways multiply the values that these numbers stand for.
+Each block of 32 values becomes whole multiples, -127 to 127, of its largest magnitude / 127. So does GGUF's Q8_0, with
+a float16 scale. With weights of 4 and 8 bits they make sums of whole numbers, which the kernels add up quickly and
+every processor alike (`kernels/bytes.h`); all other ways multiply the values that these numbers stand for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`petalnode self-test`: whether this machine computes what plain transformers computes, alone and through a swarm.
 
-A small model with random weights, made on the spot, runs as blocks on every device, and through two servers on
-loopback. Nothing is downloaded; only how fast a block was, to the bit and otherwise, is kept for servers.
+A small model with random weights, made on the spot, runs on every device, and through two servers on loopback. Nothing
+is downloaded; only how fast a block was, to the bit and otherwise, is kept for servers.
 """
 
 from __future__ import annotations

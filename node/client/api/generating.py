@@ -166,7 +166,7 @@ class Assistant:
 
 
 @dataclass(eq=False)
-class Part:
+class RowGroup:
     """Rows that go on together in one session: their prompts through the model, their tokens by the loop.
 
     Attributes:
@@ -273,7 +273,7 @@ class BatchDecoding:
         options = replace(self._options, drafts=drafts, mtp_head=drafts and self._options.mtp_head)
         if not apart:
             sampler = ProcessorSampler(prepared, answers)
-            self._run_together(Part(self._local, self._session, prepared, sampler, options))
+            self._run_together(RowGroup(self._local, self._session, prepared, sampler, options))
             scores, logits = sampler.scores, sampler.logits
             cache.advance(self._session.position - cache.get_seq_length())
         else:
@@ -298,7 +298,7 @@ class BatchDecoding:
             return True
         return draft_apart(rows, *self._blocks.stages(rows, int(prepared.config.max_length)), self._gain.gain)
 
-    def _run_together(self, part: Part) -> None:
+    def _run_together(self, part: RowGroup) -> None:
         """All rows in one session; prompts go through the model in the caller's thread, which may be `prompted`."""
         before = part.session.drafting.counts
         embedding = part.begin()
@@ -309,7 +309,7 @@ class BatchDecoding:
         """Each row in a session of its own. Raises the first error of one, after all have ended."""
         rows = len(prepared.input_ids)
         draws = RowDraws(rows)
-        parts: list[Part] = []
+        parts: list[RowGroup] = []
         with ExitStack() as stack:
             for index, plan in enumerate(self._session.drafting.of_rows(rows)):
                 cache = RemoteCache(self._session)
@@ -320,7 +320,7 @@ class BatchDecoding:
                 session: InferenceSession = cache.session
                 session.drafting = plan
                 sampler = ProcessorSampler(own, answers, index, draws)
-                parts.append(Part(self._local, session, own, sampler, options))
+                parts.append(RowGroup(self._local, session, own, sampler, options))
             self._session.runtime.call(_run_all, parts)
         if prepared.config.do_sample:
             draws.finish(max(map(len, answers.made)))
@@ -328,7 +328,7 @@ class BatchDecoding:
         self.drafts = {**sum_of(counts).fields(), "rows": [one.fields() for one in counts]}
 
 
-async def _run_all(parts: Sequence[Part]) -> None:
+async def _run_all(parts: Sequence[RowGroup]) -> None:
     with unwrapped(Exception):
         async with trio.open_nursery() as nursery:
             for part in parts:

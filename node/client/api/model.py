@@ -25,10 +25,10 @@ from .remote import RemoteSequential, forward_context, within
 class DistributedModel:
     """A transformers model with its blocks in the swarm: what all kinds of it share.
 
-    Attributes that this class does not define (`config`, `parameters`, ...) are those of the local transformers model,
-    `transformers_model`, which holds everything but the blocks. Gradients pass through the swarm; no parameter has
-    `requires_grad` at first, so set it on what you train. The servers' blocks never change and have no dropout.
-    A context manager: leaving it closes the model. A process that does not close it exits cleanly all the same.
+    Attributes that this class does not define (`config`, `parameters`, ...) are those of `transformers_model`, the
+    local model, which holds everything but the blocks. Gradients pass through the swarm; no parameter has
+    `requires_grad` at first, so set it on what you train. The servers' blocks never change and have no dropout. A
+    context manager: leaving it closes the model. A process that does not close it exits cleanly all the same.
 
     Attributes:
         remote_blocks: all blocks. May be set to another module that takes and returns hidden states [batch, tokens,

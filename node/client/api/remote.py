@@ -328,7 +328,7 @@ class RemotePass:
 
 def gradient_scale(gradient: torch.Tensor) -> float:
     """A power of two that brings the largest value of a gradient to 16 to 32. As it comes from the loss, most of it is
-    below what float16 can hold, in which blocks of int8 have their scales, too. Backward passes of blocks are linear,
+    below what float16 can hold. Blocks of int8 have their scales in float16, too. Backward passes of blocks are linear,
     so the results are divided by it exactly. This is loss scaling (Micikevicius et al. 2018, section 3.2), for each
     pass anew."""
     largest = float(gradient.detach().abs().amax())

@@ -92,8 +92,8 @@ def stages_of(
 def cut(rows: int, most: int) -> list[int]:
     """Rows of each micro-batch of a batch: `most` at most, and of the first and the last half as many.
 
-    Servers have nothing to do until the first micro-batch comes through to them, nor while the last one is at the
-    others. These are therefore small; in between, larger ones use a processor better.
+    Servers have nothing to do until the first micro-batch reaches them, nor while the last one is at the others. These
+    are therefore small; in between, larger ones use a processor better.
     """
     if rows <= most:
         return [rows]
@@ -130,8 +130,8 @@ def _done(stages: Sequence[Stage], free: dict[str, float]) -> float:
 def rows_of_micro_batch(rows: int, tokens: int, servers: int) -> int:
     """Rows of one micro-batch of a batch of `rows` rows of `tokens` tokens, for `servers` servers in all.
 
-    They are few enough that all servers have something to do most of the time, but have at least `LEAST_TOKENS` tokens.
-    They never have more than `MICRO_BATCH_TOKENS`, unless one row is longer: it cannot be cut without a cache.
+    They are small enough that all servers have something to do most of the time, but have at least `LEAST_TOKENS`
+    tokens. They never have more than `MICRO_BATCH_TOKENS`, unless one row is longer: it cannot be cut without a cache.
     """
     fair = rows // (PER_STAGE * servers)
     enough = -(-LEAST_TOKENS // tokens)

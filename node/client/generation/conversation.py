@@ -53,8 +53,8 @@ class Conversation:
         soft_prompt: [virtual tokens, embedding size], which stands before all of it and counts beyond max_length.
         adapter: changes the blocks; by default the client's.
         drafts: whether to ask about tokens that are guessed from the text, beside the next one, where that is quicker.
-            The answer is the same. Where the text gives none, the model's MTP head guesses (`mtp_head`), or the draft
-            model that is given, which has the same tokenizer.
+            The answer is the same. Where the text gives none, the model's MTP head guesses (`mtp_head`), or the given
+            draft model, which has the same tokenizer.
 
     Attributes:
         prefix_salt: only with conversations of the same one it shares what servers keep of its beginning.

@@ -1,5 +1,5 @@
-"""What guesses tokens: a look into the text, or a whole model on this machine, a smaller one with the tokenizer of the
-model of the swarm."""
+"""What guesses tokens: a look into the text, or a smaller model on this machine with the tokenizer of the swarm's
+model."""
 
 from __future__ import annotations
 

@@ -436,7 +436,7 @@ class PipelineSpeed:
 
     def _of_steps(self, tokens: int, size: int) -> float:
         """The first step passes all servers. Each further one is done as long after it as the slowest server takes,
-        which has the steps of all answers in turn."""
+        which takes all answers' steps in turn."""
         first, steps = self.alone + self.work.of(size) - self.work.of(1), math.ceil(tokens / size)
         seconds = first + (steps - 1) * self.stage.of(size)
         return seconds if self.sharing == 1 else max(seconds, self.sharing * steps * self.stage.of(size))

@@ -1,10 +1,10 @@
 """Drafts by a model's MTP head for the token after the next one, which stands behind its last block.
 
-Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): what left the last block at a token, behind the
-final norm, and the embedding of the token that follows go, each normed, through a projection and one block of the
-model's own class. From its output, normed, the model's head makes the logits of the token after that. The output also
-stands for what will leave the last block at the next token, until that is known: so one head drafts several tokens.
-transformers leaves these tensors out when it loads a model.
+Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): its input is what left the last block at a token,
+behind the final norm, and the embedding of the next token. Each is normed; both go through a projection and one block
+of the model's own class. From its output, normed, the model's head makes the logits of the token after that. The output
+also stands for what will leave the last block at the next token, until that is known: so one head drafts several
+tokens. transformers leaves these tensors out when it loads a model.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class MtpReader:
             self._known = {place: found for place, found in self._known.items() if place >= end}
 
     def _go_back(self, tokens: Sequence[int], known: Mapping[int, Any], last: int) -> int:
-        """Takes out of the cache what is of other tokens, of guesses where more is known by now, and the last position;
+        """Takes out of the cache what is of other tokens, of guesses where more is known now, and the last position;
         returns the position to go on from."""
         end = min(common_prefix(self._held, tokens) - 1, self._first + self._cache.length, last)
         end = next((place for place in range(self._sure, end) if place in known), end)

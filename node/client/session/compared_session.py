@@ -2,7 +2,7 @@
 
 The person's own check of servers, without a validator: a wrong answer is noticed before it is used. What most chains
 agree on goes on. If the model folder has all weights, the blocks in which the chains part are computed here, one at a
-time, and that decides. The servers at fault are banned here, and another chain takes the place of theirs.
+time. That decides. The servers at fault are banned here, and another chain takes the place of theirs.
 """
 
 from __future__ import annotations

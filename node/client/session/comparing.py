@@ -1,5 +1,5 @@
-"""Chains that share no server: how a request is run through several of them, which of them are right, and where one of
-them went wrong. Pure functions.
+"""Chains that share no server: how a request runs through several of them, which are right, and where one of them went
+wrong. Pure functions.
 
 **How many there are.** As many as servers hold the block that the fewest hold: intervals that cover every point k times
 can always be split into k covers. `partition` does it from the first block on: whichever chain reaches least far takes,

@@ -49,9 +49,9 @@ class PathChanges:
 class SessionReconnector:
     """Carries out `recovery.next_path_action` for one server of a session, in the background; `run` is its task.
 
-    A lost stream is replaced as soon as the server can be reached again, also during a step, for as long as the server
-    keeps the session. A relayed stream gives way to a direct one as soon as that can be had between two steps, which
-    hold `between_steps`.
+    A lost stream is replaced as soon as the server can be reached again, also during a step, while the server keeps the
+    session. A relayed stream gives way to a direct one as soon as that can be had between two steps, which hold
+    `between_steps`.
 
     Attributes:
         state: what is known of the stream.

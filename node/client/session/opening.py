@@ -1,7 +1,7 @@
 """Brings servers to some blocks: opens sessions there and fills their caches, at several chains where some are silent.
 
-As with addresses in Happy Eyeballs (RFC 8305), others are tried beside those that were asked first and do not get on.
-The first chain that is ready is taken. The sessions at the others are closed. When others are asked is decided in
+As in Happy Eyeballs (RFC 8305), others are tried beside those that were asked first and do not get on. The first chain
+that is ready is taken. The sessions at the others are closed. When others are asked is decided in
 `recovery.next_search_action`.
 """
 

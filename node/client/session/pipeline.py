@@ -288,7 +288,8 @@ class Pipeline:
         return before is None or before.index > step.index
 
     def _may_send(self, step: PipelineStep) -> bool:
-        """Whether the server will have the step in its turn, and takes one more, as do those that it is pushed to."""
+        """Whether the server will have the step in its turn and takes one more. Those that it is pushed to have to, as
+        well."""
         before = self._before(step)
         if before is not None and before.index < step.index:
             return False

@@ -1,7 +1,8 @@
 """What a session may begin with: the inputs of earlier sessions of this client, of which servers may keep the results.
 
-The inputs of every junction are kept, as for recovery (`history`): of them the names follow by which each server knows
-what it keeps, and with them any server can be replaced later. So nothing is remembered of servers but who has had what.
+The inputs of every junction are kept, as for recovery (`history`): from them follow the names by which each server
+knows what it keeps. With them any server can be replaced later. So nothing is remembered of servers but who has had
+what.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Fault-tolerant generation of Petals (NeurIPS 2023, section 3.2, algorithms 1 and 2). The client keeps the inputs of
 every junction (`history`). When a server fails it routes the missing blocks over others and replays the inputs into
 them. Then it goes on at the same position (`chain`). Servers that are slow or about to stop are replaced in the same
-way. Their standby is prepared in the background while they still work. Where only the way to a server has failed, or a
+way. Their standby is prepared in the background while they still work. Where only the way to a server failed, or a
 better one is found, a reconnector takes the session up on another stream. What is done when is decided in `recovery`,
 and carried out by `step`.
 """

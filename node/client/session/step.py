@@ -254,7 +254,7 @@ class PipelineStep:
         self.failures.clear()
 
     def _judge_push(self, link: ServerLink) -> None:
-        """Ends the pushing between two servers for a while if this client had to send the second what the first had."""
+        """Ends pushing between two servers for a while if this client had to send the second what the first had."""
         if self.index and not self.at.disturbed and self.at.pushed_before == link.server.pushed_steps:
             self._end_pushing(link)
 

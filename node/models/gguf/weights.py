@@ -1,8 +1,8 @@
 """The weights of GGUF files as parameters of a transformers model: which rows of which tensors each is made of.
 
-Names and layouts are those of `placement`, or transformers' own reading of GGUF. Where rows are only put in another
-order, or those of several tensors behind each other, a parameter can be had in the bytes of the file; else its values
-are opened and converted.
+Names and layouts are those of `placement`, or transformers' own reading of GGUF. Where rows are only reordered, or
+those of several tensors joined, a parameter can be had in the bytes of the file; else its values are opened and
+converted.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class GgufWeights:
         return found
 
     def of_heads(self, name: str) -> tuple[tuple[str, tuple[int, int]], ...]:
-        """Kinds and shapes [rows, values of a row] of the tensors of all heads' keys and values, if `name` is made of
-        these; none otherwise."""
+        """Kinds and shapes [rows, values of a row] of all heads' keys' and values' tensors, if `name` is made of these;
+        none otherwise."""
         of = self.sources.get(name, ()) if name.endswith("kv_b_proj.weight") else ()
         found = tuple((tensor.kind, (row_count(tensor), tensor.shape[-1])) for _, tensor in of)
         return found if len(found) == 2 else ()

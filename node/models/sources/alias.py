@@ -1,4 +1,4 @@
-"""Short names of models that come out of the package index, so that a swarm can start where no hub is reachable."""
+"""Short names of models that come from the package index, so that a swarm can start where no hub is reachable."""
 
 from __future__ import annotations
 

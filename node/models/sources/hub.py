@@ -1,7 +1,7 @@
 """Models on the hub: of a model, only the files that are needed, into the hub's own cache on this machine.
 
-Small files come by huggingface_hub. The weights come by a download of our own into the same cache, since
-theirs starts from the beginning after a restart. Each file is checked against the SHA-256 that the hub states.
+Small files come by huggingface_hub. The weights come by our own download into the same cache: theirs starts from the
+beginning after a restart. Each file is checked against the SHA-256 that the hub states.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def own_endpoints(
 ) -> tuple[Endpoint, ...]:
     """Where the other side should dial us.
 
-    `observed` are the endpoints from which peers see us come, the latest first. Most NATs keep a port, so we expect to
+    `observed` are the endpoints from which peers see us come, the latest first. Most NATs keep a port. So we expect to
     come from the same address, and from the port that we dial from (`port`). `reached` are those where others got
     through; our own addresses are for neighbours.
     """

@@ -1,8 +1,8 @@
 """Finds out whether other nodes reach this node, and makes it reachable if they do not.
 
 Asks peers where they see this node (`autonat.py`), maps a port by UPnP, and keeps reservations at relays. Punches holes
-to peers that come over a relay, relays for others where it can, and states the result in a line. `reachability.py` and
-the plans decide what follows from what is known; the manager gathers that and carries it out.
+to peers that come over a relay. Relays for others where it can. States the result in a line. `reachability.py` and the
+plans decide what follows from what is known; the manager gathers that and carries it out.
 """
 
 from __future__ import annotations

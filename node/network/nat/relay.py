@@ -1,8 +1,8 @@
 """The relay: hands on bytes between peers that cannot reach each other. It sees nothing but ciphertext.
 
-Each circuit stands for itself (a second one between the same two peers is another circuit), and lives no longer than
-its two streams. A peer that dies or stands still loses its connection to us within a few seconds (`yamux.py`), and
-with it all its circuits and its reservation.
+Each circuit lives no longer than its two streams. A second one between the same two peers is another circuit. A peer
+that dies or stands still loses its connection within a few seconds (`yamux.py`). Its circuits and its reservation end
+with that.
 
 What it gives to others is set by the operator's options (`RelayLimits`); pure functions decide by them.
 """

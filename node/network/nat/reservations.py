@@ -1,8 +1,8 @@
 """Keeps reservations at relays, so that others can reach a node that they cannot dial.
 
 `plan_relays` decides at which relays: a pure function, asked anew whenever something changes. `Reservations` carries
-that out: each chosen relay has a task that asks for the reservation, pings over the connection, renews the
-reservation, and reports its loss at once.
+that out: each chosen relay has a task. It asks for the reservation, pings over the connection, renews the reservation,
+and reports its loss at once.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class BoundedPeerStore(PeerStore):
     """libp2p's, in which this node's own keys stay.
 
     libp2p's own, once it knows 1,000, forgets peers without addresses first: the first is the node itself. From then on
-    it can neither identify itself nor sign what it publishes. What comes by other ways than addresses (keys, protocols,
-    signed records) has no bound there, and for each peer beyond the 1,000 it sorts all of them.
+    it can neither identify itself nor sign what it publishes. Keys, protocols and signed records have no bound there,
+    and for each peer beyond the 1,000 it sorts all of them.
     """
 
     def __init__(self, own: KeyPair, limit: int | None = None) -> None:

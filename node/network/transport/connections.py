@@ -224,8 +224,8 @@ class Network(Libp2pSwarm):
     ) -> None:
         """Serves an accepted connection until it ends.
 
-        libp2p's own waits here for the end of the whole host and keeps one of its 300 places for as long: after
-        300 connections in its life, a host would accept nobody.
+        libp2p's own waits here for the whole host's end and keeps one of its 300 places for as long: after 300
+        connections in its life, a host would accept nobody.
         """
         raw: Raw = read_write_closer
         if isinstance(read_write_closer, TrioTCPStream):

@@ -1,9 +1,9 @@
 """Which addresses of a peer to try, in which order, and how long one that failed is left alone: pure decisions.
 
-Most addresses come from strangers, who may announce what is none of theirs: a service of this machine, its router, the
-metadata service of a cloud, or anybody whom the whole swarm is to dial. So addresses that no person gave, and that
-never answered, are dialed only where the announcing peer can be, and only a limited number a minute. These dials are
-shared by the source of the announcement, since keys cost nothing.
+Most addresses come from strangers, who may announce what is none of theirs: a service of this machine, its router, a
+cloud's metadata service, or anybody whom the whole swarm is to dial. So addresses that no person gave, and that never
+answered, are dialed only where the announcing peer can be. There is a limit a minute. These dials are shared by the
+source of the announcement, since keys cost nothing.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class WorkShares:
     open often, a flood does so much more."""
     long_step: float = 300.0
     """Units of a step that are more than what was asked says: what others have announced makes a directory's answer
-    long. Of few of these only that part counts, or one question would make all of an address loud for a second."""
+    long. Of few of these only that part counts: one question must not make all of an address loud for a second."""
     long_steps: float = 0.5  # a second, of an address
     long_at_once: int = 4
 

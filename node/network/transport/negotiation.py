@@ -1,9 +1,9 @@
 """Agreeing on protocols without waiting (multistream-select, https://github.com/multiformats/multistream-select).
 
 libp2p's own waits for the answer to its greeting before it asks, and for the answer to that before it goes on: two
-round trips for the security, two for the muxer, two for every stream. An initiator that asks for one protocol only
-can send greeting and question together, and what follows right behind them. A peer that speaks the protocol answers
-with the very same bytes, one that does not sends something else, which is noticed when it is read.
+round trips for the security, two for the muxer, two for every stream. An initiator that asks for one protocol only can
+send greeting and question together, and what follows right behind them. A peer that speaks the protocol answers with
+the very same bytes. Anything else is noticed when it is read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A Noise connection that reads ahead and writes at once.
 
-libp2p's own reads every length and every body by a system call and two turns of trio's loop each, and writes
-under two locks. Most of the time of a decode step's message went there, not into cryptography. The handshake
-and the bytes on the wire are libp2p's. Only the transport of messages after the handshake is here.
+libp2p's own reads every length and every body by a system call and two turns of trio's loop each. It writes under two
+locks. Most of the time of a decode step's message went there, not into cryptography. The handshake and the bytes on the
+wire are libp2p's. Only the transport of messages after the handshake is here.
 """
 
 from __future__ import annotations

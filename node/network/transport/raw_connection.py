@@ -1,8 +1,8 @@
 """Raw connections: what carries the bytes below Noise. Here the TCP socket; `websocket.py` has what may be above it,
 `stream_bytes.py` the circuit.
 
-Besides what libp2p's handshakes want (read and write), a raw connection can be written to without waiting for a turn
-of trio's loop, which costs more than sending.
+Besides what libp2p's handshakes want (read and write), it can be written to without a turn of trio's loop, which costs
+more than sending.
 
 In a private swarm every connection is under one key, and a peer of another swarm is recognised at once. The bytes are
 those of libp2p's specification (pnet/Private-Networks-PSK-V1.md). Each side sends 24 random bytes and then XSalsa20
@@ -237,7 +237,7 @@ class Listener(trio.abc.Listener[trio.SocketStream]):
     """A socket that peers connect to. The limits say who is worth a task; all others are closed at once.
 
     trio's own takes a turn of the loop and a task for each connection: ten times what closing costs. Where more are
-    refused than may be, the next ones wait in the system's queue, those of honest peers among them.
+    refused than may be, the next ones wait in the system's queue, honest peers among them.
     """
 
     def __init__(self, listening: socket.socket, limits: NodeLimits) -> None:

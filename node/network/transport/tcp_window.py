@@ -1,8 +1,8 @@
 """Pings through the pauses between large messages, so that TCP does not shrink its window in them.
 
-After a silence of one retransmission timeout, a round trip and at least 200 ms, TCP starts anew with ten packets
-(RFC 5681, section 4.1). A hidden state of 16 KiB then takes two round trips instead of one, and a micro-batch of
-256 KiB five. One small frame within that time is enough to keep a window of any size.
+After a silence of one retransmission timeout (a round trip and at least 200 ms) TCP starts anew with ten packets: RFC
+5681, section 4.1. A hidden state of 16 KiB then takes two round trips instead of one, and a micro-batch of 256 KiB
+five. One small frame within that time is enough to keep a window of any size.
 """
 
 from __future__ import annotations

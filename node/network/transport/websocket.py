@@ -1,7 +1,7 @@
 """WebSocket below Noise: for browsers, and through proxies that let nothing else pass (RFC 6455; with or without TLS).
 
-The payloads of binary messages are the bytes of the connection, and where messages end means nothing, as in libp2p's
-other implementations. TLS only gets through: whom one talks to, Noise proves, so a certificate is not checked here.
+The payloads of binary messages are the bytes of the connection. As in libp2p's other implementations, where messages
+end means nothing. TLS only gets through: whom one talks to, Noise proves, so a certificate is not checked here.
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ class Muxer(IMuxedConn):
         return True
 
     def _feed(self, data: bytes) -> None:
-        """Handles the frames in what came, and keeps the beginning of one that is cut off, and what is too much for one
+        """Handles the frames in what came. Keeps the beginning of one that is cut off, and what is too much for one
         turn."""
         self._heard = trio.current_time()
         if self._answer:

@@ -4,8 +4,8 @@ The problem is that of Ren, "Task Scheduling for Decentralized LLM Serving in He
 EECS-2024-111, section 3). The answer here is an optimum where there is time to prove it, and it seldom takes much.
 
 Every machine is the root of the cycles of which it is the fastest. A first cycle and the bound of each root leave few
-roots. Through those that are left, the search for cycles (label_search.py) is widened until none may be better, or the
-time is over.
+roots. Through those that are left, the search for cycles (label_search.py) is widened until none may be better. It ends
+with its time.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The search for the cheapest cycle: labels, all paths of one length at a time, the dearest cut off by a bound.
 
 A label is a path from a root through machines that are all filled to their capacity. Of labels with the same machines
-and the same last one only the cheapest counts (Held and Karp, 1962). One whose path and relaxed walk back to the root
-together cost no less than the best cycle so far is dropped. What is left is often few. Where it is more than `width`,
-only those of the lowest bound are kept, and then the search proves nothing.
+and the same last one only the cheapest counts (Held and Karp, 1962). A label is dropped whose path and relaxed walk
+back to the root cost no less than the best cycle so far. What is left is often few. Where it is more than `width`, only
+those of the lowest bound are kept, and then the search proves nothing.
 
-A relaxed walk may visit a machine more than once, so the best way on depends only on where a token is and how many
-blocks are still to do. A dynamic programme finds it. What a label takes too much is given back at the rate of its
-slowest machine, of which there are few kinds: `Bound` holds the ways on for each kind.
+A relaxed walk may visit a machine more than once. So the best way on depends only on the machine and on how many blocks
+are still to do. A dynamic programme finds it. What a label takes too much is given back at the rate of its slowest
+machine, of which there are few kinds: `Bound` holds the ways on for each kind.
 
 R roots are computed side by side, each with its own machines; N machines, K blocks.
 """

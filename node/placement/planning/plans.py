@@ -1,8 +1,8 @@
 """Plans for a fleet: for the least time per token, and for the most tokens a second; and what to expect of them.
 
-A token needs every block once, so the swarm is as quick as its slowest block. The throughput of a block is the sum over
-the machines that hold it, and what counts is the least of these (Petals, NeurIPS 2023, appendix D). A machine that
-holds b blocks and computes one in s seconds passes 1 / (b s) tokens a second.
+A token needs every block once, so the swarm is as quick as its slowest block. A block's throughput is the sum over the
+machines that hold it. What counts is the least of these (Petals, NeurIPS 2023, appendix D). A machine that holds b
+blocks and computes one in s seconds passes 1 / (b s) tokens a second.
 """
 
 from __future__ import annotations

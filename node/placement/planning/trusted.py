@@ -1,5 +1,5 @@
-"""The fastest chain where not every machine may hold all blocks: with trusted machines for the first and the last ones,
-as `chat --trusted` would take it, or with blocks that one machine has to hold together.
+"""The fastest chain where not every machine may hold all blocks: with trusted machines for the first and last ones, as
+`chat --trusted` takes it, or with blocks that one machine holds together.
 
 Also the fastest chain where it may come back to a machine because ways are no metric.
 

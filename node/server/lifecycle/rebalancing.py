@@ -1,11 +1,11 @@
 """When a server takes its blocks, and when it changes them (rebalancing, as Petals calls it).
 
 Newcomers that see one another agree before they load: each computes where all of them go, and announces its own target.
-It loads when every rival has confirmed that it knows the target, and those before it have announced what was computed.
+It loads when every rival has confirmed that it knows the target, and those before it have announced theirs.
 
 Every server makes the same plan (node/placement) from its view. A server that finds itself in it waits for a random
-time, refreshes its view, announces its target, waits until others know that, and refreshes once more. Of two moves that
-exclude each other that of the smaller peer id goes first.
+time and refreshes its view. Then it announces its target, waits until others know that, and refreshes once more. Of two
+moves that exclude each other that of the smaller peer id goes first.
 """
 
 from __future__ import annotations
@@ -252,8 +252,7 @@ class RebalancingPolicy:
     max_silences: int = 3  # Times that a newcomer asks another in vain before it goes on without
     max_rounds: int = 8
     max_negotiation: float = 30.0
-    """Rounds, and seconds, after both of which a newcomer begins to load though the others do not do what it
-    reckons."""
+    """Rounds, and seconds: after both a newcomer begins to load though the others do not do what it reckons."""
     max_tries: int = 4
     """Times that a server that should close a gap tries to come to terms with others before its next check."""
     rest_factor: float = 5.0
@@ -354,7 +353,7 @@ async def _agreed_move(
 
 
 async def _pause(placement: PlacementState, seconds: float) -> None:
-    """Waits, or until there is a gap that was not there, or a server that held blocks is lost without a retraction."""
+    """Waits. Ends early at a new gap, or when a server that held blocks is lost without a retraction."""
     before = placement.gaps()
     placement.missed()
     begun = trio.current_time()

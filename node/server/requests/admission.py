@@ -1,6 +1,6 @@
 """What a server takes: pure checks of sessions, steps, batches and adapters against the blocks that it hosts.
 
-All of them run before any byte of a tensor is read, and raise `Refusal` with the code and a sentence for the client.
+All of them run before any byte of a tensor is read. They raise `Refusal` with the code and a sentence for the client.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What leaves a session: the queue of its outputs while it computes on, and the replies that are kept for a client that
+"""What leaves a session: the queue of its outputs while it computes on, and replies that are kept for a client that
 comes back."""
 
 from __future__ import annotations

@@ -245,8 +245,8 @@ class RequestService:
 
 
 def _batch_memory(context: RequestContext) -> BatchMemory:
-    """Bounds for batches: what they hold from the moment that they are read until they are answered (two of the largest
-    at least), what streams keep, and what autograd keeps of a pass."""
+    """Bounds for batches: what they hold from reading to answering (two of the largest at least), what streams keep,
+    and what autograd keeps of a pass."""
     free, devices = psutil.virtual_memory().available, [part.device for part in context.compute.blocks.parts]
     on_device = min(torch.cuda.mem_get_info(one)[0] if one.type == "cuda" else free for one in devices)
     width = context.hosted.width(context.hosted.span.start)

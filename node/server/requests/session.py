@@ -1,5 +1,5 @@
-"""One granted session of a server: takes steps from its client or pushed by the server before it, has them computed,
-answers with receipts, and pushes the output on. It may outlive the stream that it came with."""
+"""One granted session of a server: takes steps from its client or by pushes, has them computed, answers with receipts,
+and pushes outputs on. It may outlive the stream that it came with."""
 
 from __future__ import annotations
 
@@ -352,8 +352,8 @@ class ServerSession:
     async def _computed(
         self, step: wire.Step, tensor: wire.Tensor, payload: bytes, upstream: tuple[wire.Receipt, str] | None
     ) -> StepOutput:
-        """The output of a right step. The receipt of a push is checked meanwhile where the step only adds to the cache,
-        and a step that is refused leaves it as it was."""
+        """The output of a right step. Where the step only adds to the cache, the receipt of a push is checked
+        meanwhile. A refused step leaves the cache as it was."""
         payload_hash, check = b"", None
         prompt, only_adds = is_prompt([tensor]), step.position == self._position and not step.reorder
         client = self if upstream is None and prompt and only_adds else None

@@ -86,7 +86,7 @@ class Cookies:
 
     A hello with a post-quantum key comes in two datagrams. OpenSSL's `DTLSv1_listen` refuses pieces. So the cookie,
     which stands in the first one, is looked at here. Behind it OpenSSL is shown a hello of ours: it asks for a cookie,
-    which nobody is sent, and then waits for the hello with one, in as many pieces as it has.
+    which nobody is sent. Then it waits for the hello with one, in as many pieces as it has.
     """
 
     def __init__(self, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
@@ -137,7 +137,7 @@ def _cookie_in(data: bytes) -> bytes | None:
     return cookie if len(cookie) == data[place] else None
 
 
-class Listener(IListener):
+class WebRtcListener(IListener):
     """A socket for datagrams, and the connections on it."""
 
     background_nursery: trio.Nursery  # the swarm's, which it sets
@@ -269,8 +269,8 @@ class WebRtc(ITransport):
         self.fingerprint = certificate.fingerprint(SHA256())
         self.cookies = Cookies(key, certificate)
 
-    def create_listener(self, handler_function: THandler) -> Listener:
-        return Listener(handler_function, self)
+    def create_listener(self, handler_function: THandler) -> WebRtcListener:
+        return WebRtcListener(handler_function, self)
 
     def can_listen(self, maddr: Multiaddr) -> bool:
         return is_webrtc(maddr)
