@@ -57,11 +57,11 @@ HASH_BYTES: Final = 32
 MAX_BATCH: Final = 1024
 MAX_LENGTH: Final = 1 << 20
 MAX_STEP_BYTES: Final = 64 << 20
+"""No tensor of one step may take more than this on the wire."""
 STEP_TOKENS: Final = 2048
 """Rows times positions of one step."""
 MAX_SEQUENCE: Final = 1 << 40
 """Of a step: more than any session comes to, and far from what a message cannot hold."""
-"""No tensor of one step may take more than this on the wire."""
 
 LOOK_BACK: Final = 256
 """Receipts of the server before, which came with the last steps, that no server of the chain may take for new ones."""
@@ -151,6 +151,24 @@ class SessionTerms:
             salt=self.salt,
         ).root()
 
+    def root(self, client: str, session_epoch: bytes, pledge: bytes, prefix: bytes) -> bytes:
+        """What the first receipt of the session has as its previous one. `pledge` is the hash of the one that was
+        granted with it, `prefix` the name of the last block that it begins with; empty for none."""
+        return SessionRoot(
+            client=client,
+            nonce=self.nonce,
+            session_epoch=session_epoch,
+            model_version=self.model_version,
+            span=(self.span.start, self.span.end),
+            batch=self.batch,
+            left_padding=self.left_padding,
+            codec=self.codec,
+            dtype=self.dtype,
+            adapter=self.adapter,
+            pledge=pledge,
+            prefix=prefix,
+        ).hash()
+
 
 def opened_span(message: wire.Open | wire.BatchOpen) -> Span:
     """The span that is asked for, once version, model and nonce are right.
@@ -174,7 +192,7 @@ def terms_of(message: wire.Open) -> SessionTerms:
     Raises:
         Refusal: ERROR_BAD_REQUEST or ERROR_UNSUPPORTED, naming the field.
     """
-    span = opened_span(message)
+    opened_span(message)
     if not 1 <= message.batch <= MAX_BATCH:
         raise bad_request(f"batch {message.batch} is not within 1 .. {MAX_BATCH}")
     if not 1 <= message.max_length <= MAX_LENGTH:
@@ -185,12 +203,17 @@ def terms_of(message: wire.Open) -> SessionTerms:
     if message.adapter and len(message.adapter) != HASH_BYTES:
         raise bad_request(f"adapter takes a hash of {HASH_BYTES} bytes")
     _check_prefix(message)
+    return _terms(message)
+
+
+def _terms(message: wire.Open) -> SessionTerms:
+    """Raises ValueError: there is no such span."""
     return SessionTerms(
         model_version=message.model_version,
-        span=span,
+        span=Span(message.span.start, message.span.end),
         max_length=message.max_length,
         batch=message.batch,
-        left_padding=padding if any(padding) else (),
+        left_padding=tuple(message.left_padding) if any(message.left_padding) else (),
         codec=message.codec,
         nonce=message.nonce,
         route_epoch=message.route_epoch,
@@ -249,27 +272,12 @@ def check_position(step: wire.Step, tokens: int, terms: SessionTerms, held: int)
 def root_of(
     message: wire.Open, client: str, session_epoch: bytes, pledge: bytes = b"", prefix_tokens: int = 0
 ) -> bytes:
-    """What the first receipt of the session that `message` opened has as its previous one.
-
-    `pledge` is the hash of the one that was granted with it; empty for none. `prefix_tokens` were held from the start.
+    """`SessionTerms.root` of the session that `message` opened; it held `prefix_tokens` from the start.
 
     Raises:
-        ValueError: that is not a part of the prefix that was asked for.
+        ValueError: that is not a part of the prefix that was asked for, or there is no such span.
     """
-    return SessionRoot(
-        client=client,
-        nonce=message.nonce,
-        session_epoch=session_epoch,
-        model_version=message.model_version,
-        span=(message.span.start, message.span.end),
-        batch=message.batch,
-        left_padding=tuple(message.left_padding),
-        codec=message.codec,
-        dtype=message.activation_dtype,
-        adapter=message.adapter,
-        pledge=pledge,
-        prefix=granted_prefix(message, prefix_tokens),
-    ).hash()
+    return _terms(message).root(client, session_epoch, pledge, granted_prefix(message, prefix_tokens))
 
 
 def granted_prefix(message: wire.Open, prefix_tokens: int) -> bytes:

@@ -11,7 +11,6 @@ import trio
 from petalnode.node.client.api.causal_lm import DistributedModelForCausalLM
 from petalnode.node.client.api.inference_session import InferenceSession
 from petalnode.node.client.api.model import DistributedModel
-from petalnode.node.client.api.row_drafts import DraftGain
 from petalnode.node.client.core import SwarmClient
 from petalnode.node.client.session.stream import SessionStream
 from petalnode.node.server.budget import MemoryBudget
@@ -19,6 +18,7 @@ from petalnode.node.server.requests.adapters import Adapters
 from petalnode.node.server.requests.pushes import PushStream
 from petalnode.node.server.requests.service import RequestService
 from petalnode.node.server.requests.session import ServerSession
+from petalnode.node.swarm.cost import Estimate
 from petalnode.node.validator.auditing import ReceiptAuditService
 from petalnode.protocols import wire_pb2 as wire
 
@@ -64,7 +64,7 @@ def allow_servers(model: DistributedModel, peer_ids: Sequence[str]) -> None:
     client_of(model)._allowed = frozenset(peer_ids)
 
 
-def draft_gain_of(model: DistributedModelForCausalLM) -> DraftGain:
+def draft_gain_of(model: DistributedModelForCausalLM) -> Estimate:
     """What a model knows of its batches so far."""
     return model._draft_gain
 
@@ -118,6 +118,6 @@ def audits_of(service: ReceiptAuditService) -> dict[str, int]:
 
 async def forget_audits(service: ReceiptAuditService) -> None:
     """As if a minute had passed, and everything been judged that came."""
-    service._calls.clear()
+    service._calls.remove_all()
     while service._receive.statistics().current_buffer_used:
         await service.next()

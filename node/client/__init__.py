@@ -1,7 +1,7 @@
 """The client of one model: sessions and batches over chains of servers.
 
-`core` has the client, `server_selection` its choice of servers, `round_trips` how near they are. `request` is what
-sessions and batches have in common, `router` what they need of the client.
+`core` has the client, `router` what its sessions and batches have of it, `server_selection` the choice of servers, and
+`round_trips` how near these are. `request` is what sessions and batches have in common.
 
 May use `verification` and the rooms before it.
 """

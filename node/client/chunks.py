@@ -58,8 +58,8 @@ def _pieces(cuts: Sequence[int], size: int, most: int) -> Iterator[tuple[int, in
         start = end
 
 
-def from_chunks(chunks: Sequence[WireTensor]) -> torch.Tensor:
-    """The hidden states [batch, tokens, hidden] of all chunks, on the CPU.
+def from_chunks(chunks: Sequence[WireTensor], dim: int = 1) -> torch.Tensor:
+    """The hidden states [batch, tokens, hidden] of all chunks, on the CPU; `dim` is what they were cut along.
 
     Raises:
         SwarmError: bytes that are no tensor.
@@ -68,7 +68,7 @@ def from_chunks(chunks: Sequence[WireTensor]) -> torch.Tensor:
         parts = [decode(chunk.tensor, chunk.payload) for chunk in chunks]
     except TensorError as error:
         raise SwarmError(f"a server answered with something that is no tensor: {error}") from None
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def rounding_errors(chunks: Sequence[WireTensor]) -> dict[str, float]:

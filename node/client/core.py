@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
 import trio
 
-from ...crypto.credits import Clearing
-from ...crypto.receipts import Receipt
-from ...protocols import wire_pb2 as wire
-from ...protocols.adapter import MAX_HEADER as MAX_ADAPTER_HEADER
-from ...protocols.framing import F, MessageStream, PeerError
-from ...protocols.ids import ADAPTER, INFERENCE, Boundaries, Span
-from ...protocols.training import MAX_HEADER as MAX_BATCH_HEADER
-from ...protocols.training import PIECE_BYTES, BatchFrames
-from ..errors import BadInput, NoChainError, ServerFailed, SwarmError
-from ..swarm.routing import Hop
+from ...protocols.ids import Boundaries, Span
+from ..errors import BadInput, NoChainError, SwarmError
 from ..swarm.swarm import Swarm
 from ..swarm.trusted_servers import TrustedServers
-from ..trust.bundle import equivocation_bundle
 from ..trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive
-from ..verification.tolerances import doubt
 from .batch.batch_client import BatchClient
-from .deadlines import DEADLINES, SessionTotals
-from .request import ServerClaims, WireTensor, close_stream
-from .router import Payments
-from .server_selection import ServerLimits, ServerMemory, ServerSelection
-from .session.prefixes import PrefixMemory
+from .deadlines import DEADLINES
+from .request import WireTensor
+from .router import ClientState, Router
+from .server_selection import ServerLimits
 from .session.session import ClientSession, SavedSession
-from .session.stream import InferenceStream, SessionSpec
-from .session.trace import OnSession, SessionTrace
-from .session_adapter import SessionAdapter, announced, bring, named
+from .session.stream import SessionSpec
+from .session.trace import SessionTrace
+from .session_adapter import SessionAdapter, announced, named
 from .swarm_model import SwarmModel
 
 AUTO: Final = "auto"
@@ -48,7 +36,6 @@ if TYPE_CHECKING:
 
     from ..models.adapter import Adapter
     from .session.compared_session import ComparedSession
-    from .session.comparing import Disagreement
 
 
 @dataclass(frozen=True)
@@ -131,45 +118,11 @@ def _session_adapter(adapter: Adapter | str | None, model: SwarmModel) -> Sessio
     return SessionAdapter.of(adapter) if adapter.hash else None
 
 
-@dataclass
-class ClientState:
-    """What a client and its variants have in common, besides what they know of the servers.
-
-    Attributes:
-        receipts: where those of servers are kept.
-        payments: for priority, if the person has points.
-        prefixes: what sessions may begin with.
-        prefix_salt: of sessions that name none; at servers that allow it, who knows it shares what they keep.
-        disagreements: of chains that were compared, in all sessions so far.
-        totals: of all sessions.
-        on_session: is called with each session that has ended, for traces.
-        answering: the conversations that are being answered.
-        uncoded: the session that was opened last without a codec.
-        junctions: of such a session, until they are measured.
-        codec_errors: the largest relative error of each codec on those.
-        noted: whether the trust store has this version as one that computes.
-    """
-
-    receipts: ReceiptArchive = field(default_factory=ReceiptArchive)
-    payments: Payments | None = None
-    prefixes: PrefixMemory = field(default_factory=PrefixMemory)
-    prefix_salt: bytes = b""
-    disagreements: list[Disagreement] = field(default_factory=list)
-    totals: SessionTotals = field(default_factory=SessionTotals)
-    on_session: OnSession | None = None
-    answering: set[object] = field(default_factory=set)
-    uncoded: ClientSession | None = None
-    junctions: list[WireTensor] = field(default_factory=list)
-    codec_errors: dict[str, float] = field(default_factory=dict)
-    noted: bool = False
-
-
-class SwarmClient(ServerSelection):
+class SwarmClient(Router):
     """Opens sessions of one model, and runs batches without a cache (`batches`); made by `open_client`.
 
     Attributes:
         reopen_timeout: that of `ClientOptions`, for sessions that are opened from now on.
-        state: what it shares with its variants.
     """
 
     def __init__(
@@ -179,99 +132,21 @@ class SwarmClient(ServerSelection):
         nursery: trio.Nursery,
         options: ClientOptions = ClientOptions(),
         adapter: SessionAdapter | str | None = None,
-        known: ServerMemory | None = None,
         state: ClientState | None = None,
     ) -> None:
-        super().__init__(swarm, model, nursery, options, known)
+        super().__init__(swarm, model, nursery, options, state)
         self._options = options
         self._adapter = adapter
         self._codec = exact_for(options.codec, model.folder.boundaries)
         self.reopen_timeout = options.reopen_timeout
-        self.state = state or ClientState()
         self.batches = BatchClient(self)
 
     def variant(self, *, trusted: TrustedServers, compare_chains: int) -> SwarmClient:
-        """A client that demands other things of its sessions, and shares what this one knows of the servers."""
+        """A client that demands other things of its sessions, and shares the state of this one."""
         options = replace(
             self._options, trusted=trusted, compare_chains=compare_chains, reopen_timeout=self.reopen_timeout
         )
-        return SwarmClient(self.swarm, self.model, self._nursery, options, self._adapter, self._known, self.state)
-
-    @property
-    def peer_id(self) -> str:
-        return self.swarm.peer_id
-
-    @property
-    def receipts(self) -> ReceiptArchive:
-        return self.state.receipts
-
-    @property
-    def disagreements(self) -> list[Disagreement]:
-        return self.state.disagreements
-
-    def claims_of(self, peer_id: str) -> ServerClaims | None:
-        """What this server has announced; None if nothing is known of it."""
-        announced = self.swarm.view.get(peer_id, time.time())
-        return None if announced is None else ServerClaims.of(announced)
-
-    def accuse(self, peer_id: str, reason: str, proof: tuple[Receipt, Receipt] | None = None) -> None:
-        """Bans a server that signed something else than it did, or nothing. Publishes the proof if there is one."""
-        self.swarm.trust.ban(peer_id, reason, "own")
-        if proof is not None and peer_id not in self.trusted.peers:  # the receipts tell of inputs that nobody may know
-            bundle = equivocation_bundle(self.swarm.identity, peer_id, *proof)
-            self.start_soon(partial(self.swarm.publish_evidence, bundle, recomputed=False))
-
-    def note_tokens(self, peer_id: str, tokens: int) -> None:
-        """Counts tokens that a server answered with a valid receipt, if anybody could tell whether they are right."""
-        if self.model.held is not None and not self.state.noted:
-            self.swarm.trust.note_version(self.model.held, self.model.version)
-            self.state.noted = True
-        said = self.swarm.view.get(peer_id, time.time())
-        if said is None or doubt(said.dtype, said.quantisation, said.device).earns:
-            self.swarm.trust.note_tokens(peer_id, tokens)
-
-    async def connect(self, hop: Hop, *, direct: bool = False) -> InferenceStream:
-        """A stream to the server of `hop`; with `direct`, only on a connection that there is, without a relay.
-        Raises ServerFailed."""
-        return await self._stream(hop, INFERENCE, wire.InferenceFrame, direct=direct)
-
-    async def batch_stream(self, hop: Hop, protocol: str) -> BatchFrames:
-        """A stream for batches to the server of `hop`; `protocol` says of which kind. Raises ServerFailed."""
-        return await self._stream(hop, protocol, wire.BatchFrame, max_header=MAX_BATCH_HEADER, max_payload=PIECE_BYTES)
-
-    async def _stream(self, hop: Hop, protocol: str, frame: type[F], **options: Any) -> MessageStream[F]:
-        if not self.trusted.permits(hop, self.model.num_blocks):
-            # No plan has it so; a session that another process has left may.
-            raise NoChainError(
-                f"{hop.peer_id} is no trusted server, and is not asked for blocks {hop.span}",
-                tuple(range(hop.span.start, hop.span.end)),
-            )
-        try:
-            return await self.swarm.new_stream(hop.peer_id, protocol, frame, timeout=DEADLINES.open, **options)
-        except PeerError as error:
-            text = f"server {hop.peer_id} (blocks {hop.span}) cannot be reached: {error}"
-            raise ServerFailed(text, hop.peer_id) from error
-
-    @asynccontextmanager
-    async def adapter_at(self, hop: Hop, spec: SessionSpec) -> AsyncIterator[None]:
-        """Within it, the server of `hop` holds the adapter of `spec`, if there is one: it is brought there if need be.
-
-        Raises:
-            ServerFailed: the server cannot be reached, or will not have it.
-        """
-        adapter = spec.adapter
-        record = self.swarm.view.records.get(hop.peer_id)
-        if adapter is None or adapter.content is None or (record is not None and adapter.is_held_by(record.content)):
-            yield
-            return
-        stream = await self._stream(
-            hop, ADAPTER, wire.BatchFrame, max_header=MAX_ADAPTER_HEADER, max_payload=PIECE_BYTES
-        )
-        try:
-            await bring(stream, adapter, hop, self.model.version)
-            yield
-        finally:
-            await close_stream(stream, wire.BatchFrame(close=wire.Close()))
+        return SwarmClient(self.swarm, self.model, self._nursery, options, self._adapter, self.state)
 
     def _is_choosy(self) -> bool:
         adapter = self._adapter
@@ -292,52 +167,38 @@ class SwarmClient(ServerSelection):
             )
         return self._adapter.content.tensors if self._adapter is not None and self._adapter.content is not None else {}
 
-    async def adapter(self, *, wait: bool = False) -> SessionAdapter | None:
-        """What changes the blocks of sessions that name nothing else; with `wait`, as soon as servers hold it.
+    async def held_adapter(self, name: str) -> SessionAdapter:
+        """The adapter that servers hold by this name.
 
         Raises:
-            NoChainError: no server holds an adapter of this name.
-            BadInput: servers hold several.
+            NoChainError: no server does.
+            BadInput: they hold several.
         """
-        if not isinstance(self._adapter, str):
-            return self._adapter
-        while True:
-            found = named(self._adapter, self.servers())
-            if found is None:
-                await self.refresh()
-                found = named(self._adapter, self.servers())
-            if found is not None:
-                self._adapter = found
-                return found
-            if not wait:
-                names = {adapter.name for server in self.servers() for adapter in announced(server)}
-                held = ", ".join(sorted(names)) or "none"
-                raise NoChainError(
-                    f"no server of the swarm holds an adapter {self._adapter} for {self.model.name}; held are: {held}. "
-                    "Start one with `petalnode serve --adapter PATH`, or give the path of its folder",
-                    tuple(range(self.model.num_blocks)),
-                )
-            await trio.sleep(DEADLINES.retry_interval)
+        found = named(name, self.servers())
+        if found is None:
+            await self.refresh()
+            found = named(name, self.servers())
+        if found is None:
+            names = {adapter.name for server in self.servers() for adapter in announced(server)}
+            held = ", ".join(sorted(names)) or "none"
+            raise NoChainError(
+                f"no server of the swarm holds an adapter {name} for {self.model.name}; held are: {held}. "
+                "Start one with `petalnode serve --adapter PATH`, or give the path of its folder",
+                tuple(range(self.model.num_blocks)),
+            )
+        return found
 
-    async def payment(self, hop: Hop, spec: SessionSpec) -> Clearing | None:
-        """Points for the server of `hop`, if it is busy and this client has any for it. Never raises."""
-        if self.state.payments is None:
-            return None
-        announced = self.swarm.view.get(hop.peer_id, time.time())
-        return await self.state.payments.pay(announced, spec.batch, spec.max_length)
-
-    def paid(self, payment: Clearing) -> None:
-        """Notes that a server has taken points."""
-        if self.state.payments is not None:
-            self.state.payments.spent(payment)
-
-    def watch_direct(self, peer_id: str) -> trio.Event:
-        """Set when there is a connection to this peer without a relay."""
-        return self.swarm.watch_direct(peer_id)
-
-    def start_soon(self, function: Callable[..., Awaitable[Any]], *args: Any) -> None:
-        """Runs `function` in the background for as long as the client lives."""
-        self._nursery.start_soon(function, *args)
+    async def adapter(self, *, wait: bool = False) -> SessionAdapter | None:
+        """What changes the blocks of sessions that name nothing else; with `wait`, as soon as servers hold it. Raises
+        as `held_adapter`."""
+        while isinstance(self._adapter, str):
+            try:
+                self._adapter = await self.held_adapter(self._adapter)
+            except NoChainError:
+                if not wait:
+                    raise
+                await trio.sleep(DEADLINES.retry_interval)
+        return self._adapter
 
     @asynccontextmanager
     async def session(

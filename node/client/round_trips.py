@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import trio
 
@@ -160,13 +160,7 @@ class RoundTrips:
             done.set()
 
 
-class AsksPeers(Protocol):
-    """A node that can ask peers how far away they are."""
-
-    async def measure_rtt(self, peer_id: str, *, timeout: float) -> float: ...
-
-
-async def measure_rtts(swarm: AsksPeers, peer_ids: Iterable[str], *, timeout: float) -> dict[str, float | PeerError]:
+async def measure_rtts(swarm: Swarm, peer_ids: Iterable[str], *, timeout: float) -> dict[str, float | PeerError]:
     """`Swarm.measure_rtt` of several peers, 32 side by side: seconds by peer id, or why there is no answer."""
     found: dict[str, float | PeerError] = {}
     limiter = trio.CapacityLimiter(32)
@@ -177,7 +171,7 @@ async def measure_rtts(swarm: AsksPeers, peer_ids: Iterable[str], *, timeout: fl
 
 
 async def _note_rtt(
-    swarm: AsksPeers, peer_id: str, timeout: float, found: dict[str, float | PeerError], limiter: trio.CapacityLimiter
+    swarm: Swarm, peer_id: str, timeout: float, found: dict[str, float | PeerError], limiter: trio.CapacityLimiter
 ) -> None:
     async with limiter:
         try:

@@ -1,11 +1,14 @@
-"""What sessions and batches need of the client that they belong to."""
+"""What sessions and batches need of the client that they belong to: servers are found, reached and remembered."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
@@ -13,16 +16,26 @@ import trio
 from ...crypto.credits import Clearing
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
+from ...protocols.adapter import MAX_HEADER as MAX_ADAPTER_HEADER
 from ...protocols.announcement import Announcement
-from ...protocols.training import BatchFrames
+from ...protocols.framing import F, MessageStream, PeerError
+from ...protocols.ids import ADAPTER, INFERENCE
+from ...protocols.training import MAX_HEADER as MAX_BATCH_HEADER
+from ...protocols.training import PIECE_BYTES, BatchFrames
 from ..errors import NoChainError, ServerCheated, ServerFailed
-from ..swarm.routing import Demand, Hop, RouteCandidate
+from ..swarm.routing import Hop
+from ..swarm.swarm import Swarm
+from ..trust.bundle import equivocation_bundle
 from ..trust.receipt_log import ReceiptArchive
-from .deadlines import DEADLINES
+from ..verification.tolerances import doubt
+from .deadlines import DEADLINES, SessionTotals
 from .losses import LOSSES
-from .request import PushedOther, ServerClaims, has_code, is_lost, with_refusals
-from .session.stream import HopTiming, InferenceStream, SessionSpec
-from .session_adapter import SessionAdapter
+from .request import PushedOther, ServerClaims, WireTensor, close_stream, has_code, is_lost, with_refusals
+from .server_selection import ServerLimits, ServerMemory, ServerSelection
+from .session.prefixes import PrefixMemory, SharedSession
+from .session.stream import InferenceStream, SessionSpec
+from .session.trace import OnSession
+from .session_adapter import bring
 from .swarm_model import SwarmModel
 
 if TYPE_CHECKING:
@@ -39,101 +52,149 @@ class Payments(Protocol):
         """The server has taken it."""
 
 
-class Router(Protocol):
-    """What a session needs: finds servers, reaches them, and is notified of their answers and failures."""
+@dataclass
+class ClientState:
+    """What a client and its variants have in common.
+
+    Attributes:
+        known: of the servers.
+        receipts: where those of servers are kept.
+        payments: for priority, if the person has points.
+        prefixes: what sessions may begin with.
+        prefix_salt: of sessions that name none; at servers that allow it, who knows it shares what they keep.
+        disagreements: of chains that were compared, in all sessions so far.
+        totals: of all sessions.
+        on_session: is called with each session that has ended, for traces.
+        answering: the conversations that are being answered.
+        uncoded: the session that was opened last without a codec.
+        junctions: of such a session, until they are measured.
+        codec_errors: the largest relative error of each codec on those.
+        noted: whether the trust store has this version as one that computes.
+    """
+
+    known: ServerMemory
+    receipts: ReceiptArchive = field(default_factory=ReceiptArchive)
+    payments: Payments | None = None
+    prefixes: PrefixMemory = field(default_factory=PrefixMemory)
+    prefix_salt: bytes = b""
+    disagreements: list[Disagreement] = field(default_factory=list)
+    totals: SessionTotals = field(default_factory=SessionTotals)
+    on_session: OnSession | None = None
+    answering: set[object] = field(default_factory=set)
+    uncoded: SharedSession | None = None
+    junctions: list[WireTensor] = field(default_factory=list)
+    codec_errors: dict[str, float] = field(default_factory=dict)
+    noted: bool = False
+
+
+class Router(ServerSelection):
+    """The client as its sessions and batches have it: finds and reaches servers, and is told of answers and failures.
+
+    Attributes:
+        state: what the client shares with its variants.
+    """
+
+    def __init__(
+        self, swarm: Swarm, model: SwarmModel, nursery: trio.Nursery, limits: ServerLimits, state: ClientState | None
+    ) -> None:
+        super().__init__(swarm, model, nursery, limits, None if state is None else state.known)
+        self.state = state or ClientState(self._known)
 
     @property
-    def peer_id(self) -> str: ...
-
-    @property
-    def model(self) -> SwarmModel: ...
+    def peer_id(self) -> str:
+        return self.swarm.peer_id
 
     @property
     def receipts(self) -> ReceiptArchive:
-        """Where the receipts of servers are kept."""
+        return self.state.receipts
 
-    async def route(
-        self, spec: SessionSpec, excluded: Collection[str] = (), *, again: Sequence[Hop] = (), held: int = 0
-    ) -> tuple[Hop, ...]:
-        """The best chain for `spec.span` without `excluded`: that of `again`, where `held` tokens of the session may be
-        kept, if computing them anew costs more. Raises NoChainError, BadInput."""
-
-    async def standby(
-        self, spec: SessionSpec, route: Sequence[Hop], index: int, excluded: Collection[str] = ()
-    ) -> tuple[Hop, ...]:
-        """The best others for the blocks of one hop of `route`. Raises NoChainError."""
+    @property
+    def disagreements(self) -> list[Disagreement]:
+        return self.state.disagreements
 
     def claims_of(self, peer_id: str) -> ServerClaims | None:
         """What this server has announced; None if nothing is known of it."""
+        announced = self.swarm.view.get(peer_id, time.time())
+        return None if announced is None else ServerClaims.of(announced)
 
-    def round_trip(self, peer_id: str) -> float | None:
-        """Seconds to this server and back, as they were measured last; None if they never were."""
+    def accuse(self, peer_id: str, reason: str, proof: tuple[Receipt, Receipt] | None = None) -> None:
+        """Bans a server that signed something else than it did, or nothing. Publishes the proof if there is one."""
+        self.swarm.trust.ban(peer_id, reason, "own")
+        if proof is not None and peer_id not in self.trusted.peers:  # the receipts tell of inputs that nobody may know
+            bundle = equivocation_bundle(self.swarm.identity, peer_id, *proof)
+            self.start_soon(partial(self.swarm.publish_evidence, bundle, recomputed=False))
 
-    def seconds_per_byte(self, peer_id: str) -> float | None:
-        """What a byte to or from this server takes beyond the round trip; None where it was never measured."""
+    def note_tokens(self, peer_id: str, tokens: int) -> None:
+        """Counts tokens that a server answered with a valid receipt, if anybody could tell whether they are right."""
+        if self.model.held is not None and not self.state.noted:
+            self.swarm.trust.note_version(self.model.held, self.model.version)
+            self.state.noted = True
+        said = self.swarm.view.get(peer_id, time.time())
+        if said is None or doubt(said.dtype, said.quantisation, said.device).earns:
+            self.swarm.trust.note_tokens(peer_id, tokens)
 
     async def connect(self, hop: Hop, *, direct: bool = False) -> InferenceStream:
-        """A stream to the server of `hop`, with `direct` only on a connection without a relay. Raises ServerFailed."""
+        """A stream to the server of `hop`; with `direct`, only on a connection that there is, without a relay.
+        Raises ServerFailed."""
+        return await self._stream(hop, INFERENCE, wire.InferenceFrame, direct=direct)
 
-    def adapter_at(self, hop: Hop, spec: SessionSpec) -> AbstractAsyncContextManager[None]:
-        """Within it, the server of `hop` holds the adapter of `spec`, if there is one. Raises ServerFailed."""
+    async def batch_stream(self, hop: Hop, protocol: str) -> BatchFrames:
+        """A stream for batches to the server of `hop`; `protocol` says of which kind. Raises ServerFailed."""
+        return await self._stream(hop, protocol, wire.BatchFrame, max_header=MAX_BATCH_HEADER, max_payload=PIECE_BYTES)
+
+    async def _stream(self, hop: Hop, protocol: str, frame: type[F], **options: Any) -> MessageStream[F]:
+        if not self.trusted.permits(hop, self.model.num_blocks):
+            # No plan has it so; a session that another process has left may.
+            raise NoChainError(
+                f"{hop.peer_id} is no trusted server, and is not asked for blocks {hop.span}",
+                tuple(range(hop.span.start, hop.span.end)),
+            )
+        try:
+            return await self.swarm.new_stream(hop.peer_id, protocol, frame, timeout=DEADLINES.open, **options)
+        except PeerError as error:
+            text = f"server {hop.peer_id} (blocks {hop.span}) cannot be reached: {error}"
+            raise ServerFailed(text, hop.peer_id) from error
+
+    @asynccontextmanager
+    async def adapter_at(self, hop: Hop, spec: SessionSpec) -> AsyncIterator[None]:
+        """Within it, the server of `hop` holds the adapter of `spec`, if there is one: it is brought there if need be.
+
+        Raises:
+            ServerFailed: the server cannot be reached, or will not have it.
+        """
+        adapter = spec.adapter
+        record = self.swarm.view.records.get(hop.peer_id)
+        if adapter is None or adapter.content is None or (record is not None and adapter.is_held_by(record.content)):
+            yield
+            return
+        stream = await self._stream(
+            hop, ADAPTER, wire.BatchFrame, max_header=MAX_ADAPTER_HEADER, max_payload=PIECE_BYTES
+        )
+        try:
+            await bring(stream, adapter, hop, self.model.version)
+            yield
+        finally:
+            await close_stream(stream, wire.BatchFrame(close=wire.Close()))
 
     async def payment(self, hop: Hop, spec: SessionSpec) -> Clearing | None:
-        """Points to show the server of `hop` for priority; None for none. Never raises."""
+        """Points for the server of `hop`, if it is busy and this client has any for it. Never raises."""
+        if self.state.payments is None:
+            return None
+        announced = self.swarm.view.get(hop.peer_id, time.time())
+        return await self.state.payments.pay(announced, spec.batch, spec.max_length)
 
     def paid(self, payment: Clearing) -> None:
-        """Notes that the server has taken them."""
+        """Notes that a server has taken points."""
+        if self.state.payments is not None:
+            self.state.payments.spent(payment)
 
     def watch_direct(self, peer_id: str) -> trio.Event:
         """Set when there is a connection to this peer without a relay."""
-
-    def suspect(self, peer_id: str, seconds: float = DEADLINES.suspect) -> None:
-        """Notes that a server failed or said no: for so long it is asked only if nobody else is left."""
-
-    def note_loss(self, peer_id: str, *, admitted: bool = False) -> None:
-        """Notes that a server has lost what a session held; `admitted`: it says so of what it answered for last."""
-
-    def accuse(self, peer_id: str, reason: str, proof: tuple[Receipt, Receipt] | None = None) -> None:
-        """Notes that a server signed something else than it did, or nothing: it is not used for long.
-
-        `proof`, two receipts that contradict each other, is shown to others.
-        """
-
-    def note_tokens(self, peer_id: str, tokens: int) -> None:
-        """Counts tokens that a server answered with a valid receipt."""
-
-    def note_transfer(self, timing: HopTiming, nbytes: int) -> None:
-        """Takes the time of an answer, and how many bytes went both ways for it."""
-
-    async def refresh(self) -> None:
-        """Asks the swarm anew who is there."""
+        return self.swarm.watch_direct(peer_id)
 
     def start_soon(self, function: Callable[..., Awaitable[Any]], *args: Any) -> None:
         """Runs `function` in the background for as long as the client lives."""
-
-
-class ModelClient(Router, Protocol):
-    """What batches and compared sessions need beyond that: they choose their chains themselves."""
-
-    @property
-    def disagreements(self) -> list[Disagreement]: ...
-
-    def servers(self) -> tuple[Announcement, ...]:
-        """The servers of the model that may be used."""
-
-    async def candidates(
-        self, excluded: Collection[str] = (), adapter: SessionAdapter | None = None
-    ) -> tuple[RouteCandidate, ...]:
-        """Those that answer soon, each with its round trip."""
-
-    def demand(self, spec: SessionSpec) -> Demand:
-        """What a session asks of a route."""
-
-    def explained(self, error: NoChainError, any_server: bool) -> NoChainError:
-        """The error with what is known of servers that are not used."""
-
-    async def batch_stream(self, hop: Hop, protocol: str) -> BatchFrames:
-        """A stream for batches to the server of `hop`. Raises ServerFailed."""
+        self._nursery.start_soon(function, *args)
 
 
 def note_failure(router: Router, error: ServerFailed) -> None:

@@ -20,7 +20,6 @@ from ...crypto.canonical import digest
 from ...protocols.adapter import (
     MAX_ADAPTER_BYTES,
     MAX_ADAPTER_TENSORS,
-    PROMPTS,
     Linears,
     TensorDigest,
     check_tensors,
@@ -29,7 +28,7 @@ from ...protocols.adapter import (
     is_name,
 )
 from ...protocols.ids import Span
-from ...protocols.training import LORA_PARTS, LoraName
+from ...protocols.training import LORA_PARTS, PROMPTS, LoraName
 from ..errors import BadInput
 from .adapter_note import AdapterNote, read_note
 from .checkpoint import StoredTensor, read_header

@@ -30,7 +30,7 @@ _WIDE: Final = ("F32", "F16", "BF16")
 GGUF_NOTE: Final = "gguf.json"
 """Of a folder whose weights are those of GGUF files: where these are."""
 _NOTE_LIMITS = JsonLimits(nbytes=8 << 20, values=2000, depth=3)
-_MAX_HEADER_BYTES = 64 << 20
+MAX_HEADER_BYTES = 64 << 20
 _MAX_TENSORS = 200_000
 """In one file; the largest checkpoints have 100,000 in all of theirs."""
 _INDEX_LIMITS = JsonLimits(nbytes=64 << 20, values=4 * _MAX_TENSORS, depth=4, strict=False)
@@ -66,7 +66,7 @@ def read_header(file: Path, most: int = _MAX_TENSORS) -> Mapping[str, StoredTens
             length = int.from_bytes(start, "little")
             if start == b"version ":
                 raise ModelError(f"{file} is a Git LFS pointer, not the weights. Run `git lfs pull` in its folder.")
-            if length > _MAX_HEADER_BYTES:
+            if length > MAX_HEADER_BYTES:
                 raise ModelError(f"{file} is not a safetensors file. {_AGAIN}")
             if length > size - 8:
                 raise ModelError(f"{file} is truncated: it ends inside its header, at {size:,} bytes. {_AGAIN}")
@@ -76,7 +76,7 @@ def read_header(file: Path, most: int = _MAX_TENSORS) -> Mapping[str, StoredTens
     except OSError as error:
         raise ModelError(f"Cannot read {file}: {error.strerror}.") from error
     try:
-        header = parse_header(text, header_limits(_MAX_HEADER_BYTES, most))
+        header = parse_header(text, header_limits(MAX_HEADER_BYTES, most))
     except BadHeader as error:
         raise ModelError(f"{file} has a damaged header: {error}. {_AGAIN}") from None
     origin = LENGTH_BYTES + length

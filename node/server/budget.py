@@ -12,8 +12,24 @@ from typing import Final, Literal
 
 import trio
 
-MOST_OVERTAKING: Final = 3
-"""This number of times in a row, who has paid goes ahead of the first who has not; then it is the other's turn."""
+
+@dataclass(frozen=True)
+class BudgetPolicy:
+    """Who waits for memory, and what is taken back from whom. Times in seconds."""
+
+    most_overtaking: int = 3
+    """This number of times in a row, who has paid goes ahead of the first who has not; then it is the other's turn."""
+    idle: float = 60.0  # Without a request, after which what somebody holds beyond its share goes to who waits
+    long_idle: float = 300.0
+    """After which all that somebody holds does; and for which nobody has to give back what is not idle."""
+    contested: float = 5.0
+    """For which an address that has more than its share keeps a session from one that has less. With 30 s, keys at five
+    addresses that open sessions together every 20 s left others a server for moments only."""
+    look: float = 1.0  # Between two looks of who waits at what others have left idle
+    between: float = 0.5  # Between two looks of all who wait together
+
+
+BUDGETS: Final = BudgetPolicy()
 
 
 def next_in_line(paid: Sequence[bool], overtaken: int) -> int:
@@ -21,25 +37,12 @@ def next_in_line(paid: Sequence[bool], overtaken: int) -> int:
     `overtaken` how many went ahead of the first that has none since one of those was served."""
     if True not in paid or False not in paid:
         return 0
-    return paid.index(overtaken < MOST_OVERTAKING)
+    return paid.index(overtaken < BUDGETS.most_overtaking)
 
 
 def now_overtaken(paid: Sequence[bool], chosen: int, overtaken: int) -> int:
     """`overtaken` after `chosen` was served."""
     return overtaken + 1 if paid[chosen] and False in paid else 0
-
-
-IDLE: Final = 60.0
-"""Seconds without a request, after which what somebody holds beyond its share goes to who waits."""
-LONG_IDLE: Final = 300.0
-"""After which all that somebody holds does; and for which nobody has to give back what is not idle."""
-CONTESTED: Final = 5.0
-"""For which an address that has more than its share keeps a session from one that has less. With 30 s, keys at five
-addresses that open sessions together every 20 s left others a server for moments only."""
-_LOOK: Final = 1.0
-"""Seconds between two looks of who waits at what others have left idle."""
-_BETWEEN: Final = 0.5
-"""Seconds between two looks of all who wait together."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +69,11 @@ def to_reclaim(held: Sequence[Holding], wanted: int, claimant: str, capacity: in
     Keys are free and addresses are not. A claimant whose `address` would stay within an equal share of all addresses
     need not wait for so long. What others have held for some seconds beyond such a share goes, too.
     """
-    by_holder = ((IDLE, 0.0, 1.0, 0.0), (LONG_IDLE, 0.0, 0.0, 0.0), (0.0, LONG_IDLE, 1.0, 0.5))
+    by_holder = ((BUDGETS.idle, 0.0, 1.0, 0.0), (BUDGETS.long_idle, 0.0, 0.0, 0.0), (0.0, BUDGETS.long_idle, 1.0, 0.5))
     chosen = _reclaimed([one.holder for one in held], held, wanted, claimant, capacity, by_holder)
     if chosen or not address:
         return chosen
-    by_address = ((IDLE, 0.0, 1.0, 0.0), (0.0, CONTESTED, 1.0, 0.0))
+    by_address = ((BUDGETS.idle, 0.0, 1.0, 0.0), (0.0, BUDGETS.contested, 1.0, 0.0))
     return _reclaimed([one.address for one in held], held, wanted, address, capacity, by_address)
 
 
@@ -101,7 +104,7 @@ def _reclaimed(
                 and place not in chosen
                 and names[place] != claimant
                 and holding.idle is not None
-                and holding.idle >= (LONG_IDLE if holding.paid else least_idle)
+                and holding.idle >= (BUDGETS.long_idle if holding.paid else least_idle)
                 and holding.age >= least_age
                 and totals[names[place]] > most
             ):
@@ -234,9 +237,9 @@ class MemoryBudget:
         try:
             with trio.move_on_after(timeout):
                 while not waiter.granted.is_set():
-                    with trio.move_on_after(_LOOK):
+                    with trio.move_on_after(BUDGETS.look):
                         await waiter.granted.wait()
-                    if trio.current_time() - self._looked >= _BETWEEN:
+                    if trio.current_time() - self._looked >= BUDGETS.between:
                         self._grant()
         except BaseException:
             self._leave(waiter)

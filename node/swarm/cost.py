@@ -67,8 +67,8 @@ class EstimateRule:
 
 @dataclass
 class Estimate:
-    """What something takes, in seconds, by what it took: a mean and a mean deviation that forget, as the timer of RFC
-    6298, section 2, has them.
+    """What something takes or brings, mostly in seconds, by what was seen: a mean and a mean deviation that forget, as
+    the timer of RFC 6298, section 2, has them.
 
     Attributes:
         value: the mean; 0 before anything was seen.

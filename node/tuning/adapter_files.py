@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import filecmp
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ...crypto.bounded_json import BadJson, read_json_object
-from ...protocols.adapter import MAX_ADAPTER_TENSORS
+from ...protocols.adapter import MAX_ADAPTER_TENSORS, is_name
 from ..errors import BadInput, MachineError, ModelError
 from ..models.adapter import CONFIG_LIMITS, check_adapter_files
 from ..models.adapter_note import NOTE, read_note
@@ -32,7 +31,6 @@ CHECKPOINT: Final = "checkpoint.safetensors"
 """Beside them while a training is not finished."""
 MAX_FILE_BYTES: Final = 4 << 30
 WRITE_ADVICE: Final = "Make room there, or give another folder."
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 T = TypeVar("T")
 
@@ -71,7 +69,7 @@ def check_name(name: str) -> str:
     Raises:
         BadInput: it could not be the name of a folder everywhere.
     """
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise BadInput(f"{name!r} is no name for an adapter: letters, digits, '.', '_' and '-', at most 64 of them")
     return name
 
@@ -218,7 +216,7 @@ def same_adapter(one: Path, other: Path) -> bool:
 def adapters_in(folder: Path) -> Iterator[SharedAdapter]:
     """The adapters in the subfolders of `folder`; damaged ones are left out."""
     for path in sorted(folder.iterdir()):
-        if path.is_dir() and not path.is_symlink() and _NAME.fullmatch(path.name) and files_of(path):
+        if path.is_dir() and not path.is_symlink() and is_name(path.name) and files_of(path):
             try:
                 yield replace(check_adapter(path), name=path.name)
             except BadInput:

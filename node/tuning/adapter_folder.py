@@ -14,9 +14,8 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save
 
-from ...protocols.adapter import PROMPTS
 from ...protocols.ids import Span
-from ...protocols.training import LORA_PARTS, LoraName
+from ...protocols.training import LORA_PARTS, PROMPTS, LoraName
 from ..client.api.model import DistributedModel
 from ..client.api.tuning import LoraTuning, PromptTuning
 from ..errors import BadInput

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -16,6 +16,7 @@ from ...protocols.evidence import EVIDENCE_SIZES, PIECE_BYTES, EvidenceStream, r
 from ...protocols.framing import ProtocolError
 from ...protocols.ids import RECEIPTS
 from ...protocols.inference import Refusal, receipt_from_wire
+from ..network.shares import ShareCount
 from ..network.transport.places import Places
 from ..swarm.swarm import Swarm
 from ..trust.bundle import BadBundle, Bundle
@@ -63,7 +64,7 @@ class ReceiptAuditService:
 
     def __init__(self, swarm: Swarm, model_version: bytes) -> None:
         self._model_version = model_version
-        self._calls: dict[str, deque[float]] = {}
+        self._calls = ShareCount(math.inf, seconds=60.0)
         self._swarm = swarm
         self._places = Places(AUDITS.max_calls)
         self._bytes = 0
@@ -82,21 +83,11 @@ class ReceiptAuditService:
         frame, _ = await stream.receive(timeout=AUDITS.offer_timeout)
         if frame.WhichOneof("body") != "offer":
             raise ProtocolError(f"{stream.peer_id} offers no receipts", stream.peer_id)
-        if self._may_call(stream.peer_id):
+        if self._calls.add(stream.peer_id, most=AUDITS.calls_per_minute, now=trio.current_time()):
             with self._places.take(stream.peer_id, self._swarm.host.origin_of(stream.peer_id)) as place:
                 if place is not None:
                     await self._take(stream, frame.offer)
         await stream.send(wire.EvidenceFrame(close=wire.Close()), timeout=AUDITS.piece_timeout)
-
-    def _may_call(self, peer_id: str) -> bool:
-        now = trio.current_time()
-        for silent in [peer for peer, calls in self._calls.items() if not calls or calls[-1] < now - 60]:
-            del self._calls[silent]
-        calls = self._calls.setdefault(peer_id, deque(maxlen=AUDITS.calls_per_minute))
-        if len(calls) == AUDITS.calls_per_minute and calls[0] > now - 60:
-            return False
-        calls.append(now)
-        return True
 
     async def _take(self, stream: EvidenceStream, offer: wire.Offer) -> None:
         try:

@@ -12,14 +12,14 @@ from trio.testing import wait_all_tasks_blocked
 
 from petalnode.crypto.identity import peer_id_to_bytes
 from petalnode.node.blocks.span import PREFILL_CHUNK, BlockSpan
+from petalnode.node.server.requests import session as session_module
+from petalnode.node.server.requests.request import RequestPolicy
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
 from tests.attacks.held_prompts import CLIENT, KEEP, NEVER, PUSHER, TOKENS, begins, held_up
 from tests.attacks.noted_blocks import NotedBlocks
 from tests.attacks.one_server import OneServer, one_server, pushed
 from tests.swarm.raw import TIMEOUT, RawSession, values
-
-TURN_TIMEOUT = "petalnode.node.server.requests.session.TURN_TIMEOUT"
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ async def test_pushes_into_a_closed_session_are_not_computed(blocks: BlockSpan, 
 async def test_pushes_for_a_client_that_is_away_wait(
     patience: float, blocks: BlockSpan, computed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TURN_TIMEOUT, patience)
+    monkeypatch.setattr(session_module, "REQUESTS", RequestPolicy(turn=patience))
     async with a_server(blocks, computed) as server:
         session = await opened(server)
         async with held_up(server):
@@ -158,7 +158,7 @@ async def test_one_token_is_computed_for_an_absent_client(blocks: BlockSpan) -> 
 async def test_a_pusher_learns_that_nobody_waits(
     blocks: BlockSpan, computed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TURN_TIMEOUT, 0.0)
+    monkeypatch.setattr(session_module, "REQUESTS", RequestPolicy(turn=0.0))
     async with a_server(blocks, computed) as server:
         session = await opened(server)
         await session.stream.reset()

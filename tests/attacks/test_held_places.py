@@ -15,7 +15,7 @@ from petalnode.crypto.statement import now_ms
 from petalnode.node.credits.issuer import ISSUER, CreditsService
 from petalnode.node.credits.ledger import Ledger
 from petalnode.node.network.transport.places import PATIENCE, Place, Places, given_up
-from petalnode.node.server.requests.request import LEAST_OPEN, OpenCount
+from petalnode.node.server.requests.request import REQUESTS, OpenCount
 from petalnode.node.swarm.streams import SHARES
 from petalnode.node.testing import MemoryNetwork, MemoryNode
 from petalnode.node.validator.auditing import AUDITS
@@ -184,7 +184,7 @@ async def test_keys_of_one_address_leave_requests_for_others() -> None:
     """Before, 200 keys of one address had all the batches, adapters or sessions that a server has open. Where a client
     goes in the meantime changes nothing in what is counted for it."""
     here = {"moved": "10.0.0.2"}
-    count = OpenCount("batches", 8 * LEAST_OPEN, At(here, "10.0.0.1"))
+    count = OpenCount("batches", 8 * REQUESTS.least_open, At(here, "10.0.0.1"))
     opened = []
     for client in ["moved", *(f"key {number}" for number in range(200))]:
         with suppress(Refusal):
@@ -194,14 +194,14 @@ async def test_keys_of_one_address_leave_requests_for_others() -> None:
                 opened.append(client)
                 here["moved"] = "10.0.0.1" if len(opened) > 4 else "10.0.0.2"
         if client == "moved":
-            assert len(opened) == 4 * LEAST_OPEN
-    assert len(opened) == 6 * LEAST_OPEN
+            assert len(opened) == 4 * REQUESTS.least_open
+    assert len(opened) == 6 * REQUESTS.least_open
     here["honest"] = "192.0.2.1"
-    for _ in range(LEAST_OPEN):
+    for _ in range(REQUESTS.least_open):
         count.check("honest")
         count.add("honest")
     for client in opened:
         count.remove(client)
-    for _ in range(3 * LEAST_OPEN):
+    for _ in range(3 * REQUESTS.least_open):
         count.check("key 0")
         count.add("key 0")

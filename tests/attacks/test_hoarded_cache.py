@@ -18,8 +18,8 @@ from petalnode.node.blocks.span import BlockSpan
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.models.folder import ModelFolder
 from petalnode.node.server import budget as budget_module
-from petalnode.node.server.budget import IDLE, LONG_IDLE, BudgetFull, Holding, MemoryBudget, to_reclaim
-from petalnode.node.server.requests.request import LEAST_OPEN, OpenCount
+from petalnode.node.server.budget import BUDGETS, BudgetFull, BudgetPolicy, Holding, MemoryBudget, to_reclaim
+from petalnode.node.server.requests.request import REQUESTS, OpenCount
 from petalnode.node.testing.memory_servers import memory_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import INFERENCE
@@ -56,7 +56,7 @@ async def serves(session: RawSession) -> bool:
 async def test_one_alone_may_use_everything(blocks: BlockSpan, mock_clock: MockClock) -> None:
     async with one_server(blocks) as server:
         sessions = await opened(server, HOG, 10)
-        mock_clock.jump(2 * LONG_IDLE)
+        mock_clock.jump(2 * BUDGETS.long_idle)
         assert await refused(server, HOG)
         assert [await serves(session) for session in sessions] == [True] * 10
 
@@ -64,9 +64,9 @@ async def test_one_alone_may_use_everything(blocks: BlockSpan, mock_clock: MockC
 async def test_what_is_idle_goes_to_who_waits(blocks: BlockSpan, mock_clock: MockClock) -> None:
     async with one_server(blocks) as server:
         hoarded = await opened(server, HOG, 10)
-        mock_clock.jump(IDLE / 2)
+        mock_clock.jump(BUDGETS.idle / 2)
         assert all([await serves(session) for session in hoarded[1:]])
-        mock_clock.jump(IDLE / 2 + 1)
+        mock_clock.jump(BUDGETS.idle / 2 + 1)
         (honest,) = await opened(server, HONEST)
         frame, _ = await hoarded[0].receive()
         assert frame.error.code == wire.ERROR_CACHE_FULL
@@ -79,9 +79,9 @@ async def test_who_keeps_all_busy_keeps_half_at_most(blocks: BlockSpan, mock_clo
     async with one_server(blocks) as server:
         hoarded = await opened(server, HOG, 10)
         assert await refused(server, HONEST)
-        steps = int(LONG_IDLE / IDLE) + 2
+        steps = int(BUDGETS.long_idle / BUDGETS.idle) + 2
         for step in range(steps):
-            mock_clock.jump(IDLE - 1)
+            mock_clock.jump(BUDGETS.idle - 1)
             for session in hoarded:
                 frame, _ = await session.step(step + 1, step, values(1, rows=10))
                 assert frame.HasField("reply")
@@ -98,7 +98,7 @@ async def test_who_is_within_its_share_loses_nothing(blocks: BlockSpan, mock_clo
     async with one_server(blocks) as server:
         (modest,) = await opened(server, HONEST)
         await opened(server, HOG, 9)
-        mock_clock.jump(LONG_IDLE - 1)
+        mock_clock.jump(BUDGETS.long_idle - 1)
         await opened(server, OTHER, 3)
         assert await serves(modest)
 
@@ -108,7 +108,7 @@ async def test_a_request_under_way_is_not_interrupted() -> None:
     lease = await budget.acquire(10, 0, holder="hog")
     lease.on_taken = lambda: taken.append("hog")
     with lease.in_use(), pytest.raises(BudgetFull):
-        await budget.acquire(5, 3 * LONG_IDLE, holder="honest")
+        await budget.acquire(5, 3 * BUDGETS.long_idle, holder="honest")
     assert not taken
     await budget.acquire(5, 0, holder="honest")
     assert taken == ["hog"] and lease.taken
@@ -122,8 +122,8 @@ async def test_who_waits_looks_again_at_what_becomes_idle() -> None:
         lease = await budget.acquire(5, 0, holder=holder)
         lease.on_taken = list
     begun = trio.current_time()
-    await budget.acquire(3, LONG_IDLE, holder="three")
-    assert IDLE <= trio.current_time() - begun <= IDLE + 10
+    await budget.acquire(3, BUDGETS.long_idle, holder="three")
+    assert BUDGETS.idle <= trio.current_time() - begun <= BUDGETS.idle + 10
 
 
 async def test_one_clients_long_line_does_not_precede_others() -> None:
@@ -158,8 +158,8 @@ async def test_one_addresss_keys_hold_the_cache_briefly_only() -> None:
         lease.on_taken = count
     begun = trio.current_time()
     with pytest.raises(BudgetFull):
-        await budget.acquire(5, LONG_IDLE - 1, holder="key 20", address="hog")
-    assert trio.current_time() - begun >= LONG_IDLE - 2 and not taken
+        await budget.acquire(5, BUDGETS.long_idle - 1, holder="key 20", address="hog")
+    assert trio.current_time() - begun >= BUDGETS.long_idle - 2 and not taken
     with pytest.raises(BudgetFull):
         await budget.acquire(51, 0, holder="greedy", address="elsewhere")
     await budget.acquire(5, 0, holder="honest", address="elsewhere")
@@ -197,9 +197,12 @@ async def test_small_need_waits_seconds_where_addresses_hold_all() -> None:
 
 
 def test_paid_cache_goes_only_when_idle_for_long() -> None:
-    held = [Holding("payer", 6, IDLE + 1, LONG_IDLE, paid=True), Holding("hog", 4, 0.0, LONG_IDLE)]
+    held = [
+        Holding("payer", 6, BUDGETS.idle + 1, BUDGETS.long_idle, paid=True),
+        Holding("hog", 4, 0.0, BUDGETS.long_idle),
+    ]
     assert to_reclaim(held, 1, "honest", 10) == []
-    held[0] = Holding("payer", 6, LONG_IDLE, LONG_IDLE, paid=True)
+    held[0] = Holding("payer", 6, BUDGETS.long_idle, BUDGETS.long_idle, paid=True)
     assert to_reclaim(held, 1, "honest", 10) == [0]
 
 
@@ -208,8 +211,8 @@ HOLDINGS = st.lists(
         Holding,
         st.sampled_from("abcd"),
         st.integers(1, 30),
-        st.one_of(st.none(), st.floats(0, 2 * LONG_IDLE)),
-        st.floats(0, 2 * LONG_IDLE),
+        st.one_of(st.none(), st.floats(0, 2 * BUDGETS.long_idle)),
+        st.floats(0, 2 * BUDGETS.long_idle),
         st.booleans(),
     ),
     max_size=12,
@@ -225,15 +228,15 @@ def test_whatever_is_taken_is_enough_and_not_claimants(held: list[Holding], want
     for holding in taken:
         assert holding.holder != "a" and holding.idle is not None
         of_holder = sum(other.amount for other in held if other.holder == holding.holder)
-        assert holding.idle >= LONG_IDLE or (
+        assert holding.idle >= BUDGETS.long_idle or (
             not holding.paid
-            and (holding.idle >= IDLE or holding.age >= LONG_IDLE)
+            and (holding.idle >= BUDGETS.idle or holding.age >= BUDGETS.long_idle)
             and of_holder > 100 // len({*(other.holder for other in held), "a"})
         )
 
 
 def test_one_clients_sessions_leave_as_many_for_others() -> None:
-    count = OpenCount("sessions", 4 * LEAST_OPEN)
+    count = OpenCount("sessions", 4 * REQUESTS.least_open)
 
     def open_all(client: str) -> int:
         opened = 0
@@ -247,12 +250,12 @@ def test_one_clients_sessions_leave_as_many_for_others() -> None:
         assert refused.value.code == wire.ERROR_BUSY
         return opened
 
-    assert open_all("hog") == 2 * LEAST_OPEN
-    assert open_all("honest") == LEAST_OPEN
+    assert open_all("hog") == 2 * REQUESTS.least_open
+    assert open_all("honest") == REQUESTS.least_open
 
 
 def test_client_that_lost_its_cache_goes_on_elsewhere(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget_module, "IDLE", 0.0)
+    monkeypatch.setattr(budget_module, "BUDGETS", BudgetPolicy(idle=0.0))
 
     async def open_raw(network: Any, ready: dict[str, Any]) -> None:
         session = await RawSession.connect(network.node(), ready)

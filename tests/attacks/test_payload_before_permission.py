@@ -8,7 +8,7 @@ import trio
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.node.blocks.span import BlockSpan
 from petalnode.node.server.requests.pushes import Pushes, PushStream
-from petalnode.node.server.requests.service import FIRST_PUSH_TIMEOUT
+from petalnode.node.server.requests.service import SERVICE
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
 from petalnode.node.testing import message_streams, stream_pair
@@ -119,7 +119,7 @@ async def test_push_stream_on_which_nothing_comes_is_ended(first: bytes, blocks:
         stream, raw = server.connect(wire.PushFrame, server.service.handle_push, STRANGER)
         await raw.write(first)
         with pytest.raises(StreamClosed):
-            await stream.receive(timeout=FIRST_PUSH_TIMEOUT + 1)
+            await stream.receive(timeout=SERVICE.first_push + 1)
 
 
 @pytest.mark.parametrize(("protocol", "kind"), [(DIRECTORY, wire.DirectoryFrame), (MANIFEST, wire.ManifestFrame)])

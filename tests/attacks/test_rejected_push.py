@@ -13,6 +13,8 @@ import trio.testing
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.node.blocks.span import BlockSpan
+from petalnode.node.server.requests import session as session_module
+from petalnode.node.server.requests.request import RequestPolicy
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.inference import receipt_from_wire, sha256
 from tests.attacks.one_server import OneServer, one_server, pushed
@@ -97,7 +99,7 @@ async def test_refused_push_of_next_token_is_forgotten(kind: str, blocks: BlockS
 async def test_refused_push_leaves_cache_as_it_was(
     kind: str, blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("petalnode.node.server.requests.session.TURN_TIMEOUT", 0.01)
+    monkeypatch.setattr(session_module, "REQUESTS", RequestPolicy(turn=0.01))
     async with a_server(blocks) as server:
         undisturbed, victim = await opened(server), await opened(server)
         pusher, frame = PUSHES[kind](victim)
@@ -189,7 +191,7 @@ NEVER = 1e6
 
 async def test_a_push_waits_for_the_step_before_it(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server before could not push that one, and the client sends it."""
-    monkeypatch.setattr("petalnode.node.server.requests.session.TURN_TIMEOUT", NEVER)
+    monkeypatch.setattr(session_module, "REQUESTS", RequestPolicy(turn=NEVER))
     async with a_server(blocks) as server:
         session = await opened(server)
         assert session.granted.bytes_in_flight and session.granted.credits > 1
@@ -203,7 +205,7 @@ async def test_a_push_waits_for_the_step_before_it(blocks: BlockSpan, monkeypatc
 
 
 async def test_a_push_far_ahead_waits_for_nothing(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("petalnode.node.server.requests.session.TURN_TIMEOUT", NEVER)
+    monkeypatch.setattr(session_module, "REQUESTS", RequestPolicy(turn=NEVER))
     async with a_server(blocks) as server:
         session = await opened(server)
         frame = pushed(session, CLIENT, UPSTREAM, 2 + session.granted.credits, 3, GARBAGE)

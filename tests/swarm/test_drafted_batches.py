@@ -157,13 +157,13 @@ def test_drafts_gain_is_known_for_the_next_batch(
             made = generate(model, session=session, **LOOKUP)[:, PROMPTS.shape[1] :].tolist()
         assert model.drafts["accepted"] == 0
         gains.append((gains[0] + lookup_gain(list(zip(prompts, made, strict=True)))) / 2)
-        assert known.gain == gains[1]  # by what would have been right in one batch
+        assert known.value == gains[1]  # by what would have been right in one batch
         generate(model)
-        assert known.gain == gains[1]
+        assert known.value == gains[1]
         generate(model, **LOOKUP)
         accepted, tokens = model.drafts["accepted"], 32 * rows
         assert accepted
-        assert known.gain == pytest.approx((gains[1] + tokens / (tokens - accepted)) / 2)
+        assert known.value == pytest.approx((gains[1] + tokens / (tokens - accepted)) / 2)
 
 
 class Acts(Seen):

@@ -21,6 +21,7 @@ from petalnode.node.client.batch.chains import (
     stages_of,
 )
 from petalnode.node.errors import NoChainError
+from petalnode.node.swarm.cost import Estimate
 from petalnode.node.swarm.routing import Hop, RouteCandidate
 from petalnode.protocols.ids import Span
 from petalnode.protocols.training import MICRO_BATCH_TOKENS
@@ -69,7 +70,7 @@ def test_missing_blocks_are_named() -> None:
 def test_stage_takes_its_blocks_share_of_time() -> None:
     fast, slow = server("a", 0, 4, 400.0), server("b", 2, 6, 100.0)
     known = {"a": fast, "b": slow}
-    seconds = {name: seconds_of(chain) for name, chain in known.items()}
+    seconds = {name: Estimate(value=seconds_of(chain)) for name, chain in known.items()}
     chain = (Hop("a", Span(0, 4)), Hop("b", Span(4, 6)))
     first, second = stages_of(chain, known, seconds, tokens=100, token_bytes=0)
     assert first.work == pytest.approx(0.25) and second.work == pytest.approx(0.5)

@@ -90,7 +90,7 @@ async def test_who_needs_the_memory_takes_it(blocks: BlockSpan) -> None:
 
 
 async def test_a_gradient_that_does_not_come(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_requests, "GRADIENT_TIMEOUT", 0.05)
+    monkeypatch.setattr(batch_requests, "BATCHES", batch_requests.BatchPolicy(gradient=0.05))
     async with late_pass(blocks) as (compute, passes, late, _budget, _lease):
         with pytest.raises(Refusal, match="did not come") as caught:
             await late.ready()

@@ -297,7 +297,7 @@ def test_endless_gguf_header_and_huge_norm_are_refused(
     end = read_gguf_header(source).end
     for sent, most, said in ((end // 2, 64 << 20, "damaged in its header"), (None, end // 2, "damaged in its header"),
                              (None, 2 * end, "it is no norm")):  # fmt: skip
-        monkeypatch.setattr(hub_parts, "_MAX_HEADER_BYTES", most)
+        monkeypatch.setattr(hub_parts, "MAX_HEADER_BYTES", most)
         server = serve(source.read_bytes()[:sent])
         with pytest.raises(ModelError, match=said):
             HubParts("org/tiny", COMMIT, "model.gguf").create("x", ABOUT, [server.file()], (), no_progress)

@@ -14,7 +14,7 @@ from petalnode.crypto.credits import Clearing, Transfer
 from petalnode.crypto.identity import Identity
 from petalnode.node.credits import payment_verifier as verifier_module
 from petalnode.node.credits.payment_verifier import PaymentVerifier
-from petalnode.node.server.budget import MOST_OVERTAKING, MemoryBudget, next_in_line, now_overtaken
+from petalnode.node.server.budget import BUDGETS, MemoryBudget, next_in_line, now_overtaken
 from petalnode.node.server.turns import Turn, Waiting, next_turn
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.credits import CREDITS_LIMITS, clearing_to_wire
@@ -50,7 +50,7 @@ def test_nobody_starves(arrivals: list[bool]) -> None:
     ahead = 0
     for place, arrival in enumerate(order):
         ahead = ahead + 1 if arrivals[arrival] and not all(arrivals[i] for i in order[place:]) else 0
-        assert ahead <= MOST_OVERTAKING
+        assert ahead <= BUDGETS.most_overtaking
 
 
 @given(st.integers(0, 30), st.booleans())
@@ -65,7 +65,7 @@ def test_who_has_paid_goes_first_three_times() -> None:
 def test_prefills_of_who_has_paid_go_first() -> None:
     steps = [Waiting(1, 1000), Waiting(1, 1), Waiting(1, 40, paid=True), Waiting(1, 1, paid=True)]
     assert next_turn(steps) == Turn((1, 3), 2, 40, 1)
-    assert next_turn(steps, MOST_OVERTAKING) == Turn((1, 3), 0, 256, 0)
+    assert next_turn(steps, BUDGETS.most_overtaking) == Turn((1, 3), 0, 256, 0)
     assert next_turn(steps[:2], 1) == Turn((1,), 0, 256, 0)
 
 

@@ -15,16 +15,13 @@ import trio.testing
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.node.server.requests.pushes import (
-    FIRST_PAUSE,
-    LONGEST_PAUSE,
-    MAX_TARGETS,
-    PUSH_TIMEOUT,
+    PUSHES,
     PushedReceipt,
     Pushes,
     PushStream,
     Upstream,
 )
-from petalnode.node.server.requests.replies import BYTES_IN_FLIGHT, INLINE_BYTES, SendQueue
+from petalnode.node.server.requests.replies import REPLIES, SendQueue
 from petalnode.node.server.steps import StepOutput
 from petalnode.node.testing import MemoryStream, message_streams, stream_pair
 from petalnode.protocols import wire_pb2 as wire
@@ -34,7 +31,7 @@ from tests.receipts import CLIENT, OTHER, RECEIPT, SERVER
 
 pytestmark = pytest.mark.virtual_time
 
-NEXT = [Identity.from_seed(bytes([number]) * 32).peer_id for number in range(60, 60 + MAX_TARGETS + 1)]
+NEXT = [Identity.from_seed(bytes([number]) * 32).peer_id for number in range(60, 60 + PUSHES.most_targets + 1)]
 PEER = peer_id_to_bytes(NEXT[0])
 settled = trio.testing.wait_all_tasks_blocked
 
@@ -122,7 +119,16 @@ async def test_unavailable_stream_is_retried_ever_less() -> None:
             await trio.sleep(0.5)
         times = [at for _, _, at in network.opened[1:]]
         pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
-        assert pauses == [2 * FIRST_PAUSE, 4, 8, 16, 32, LONGEST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE]
+        assert pauses == [
+            2 * PUSHES.first_pause,
+            4,
+            8,
+            16,
+            32,
+            PUSHES.longest_pause,
+            PUSHES.longest_pause,
+            PUSHES.longest_pause,
+        ]
 
 
 @pytest.mark.virtual_time
@@ -160,7 +166,9 @@ async def test_who_declines_pushes_gets_none_a_while(end: str) -> None:
 async def test_after_stream_that_lasted_pause_is_short_again() -> None:
     async with pushing(Network) as (network, pushes):
         pushes.prepare(PEER)
-        for number, (lasting, pause) in enumerate([(LONGEST_PAUSE, 1), (LONGEST_PAUSE, 2), (61, 1), (1, 2)], 1):
+        for number, (lasting, pause) in enumerate(
+            [(PUSHES.longest_pause, 1), (PUSHES.longest_pause, 2), (61, 1), (1, 2)], 1
+        ):
             await trio.sleep(lasting)
             await network.streams[-1][1].reset()
             await trio.sleep(0.9 * pause)
@@ -181,7 +189,7 @@ async def test_unread_push_is_told_as_unsent() -> None:
         await settled()
         size, begun = 3 << 20, trio.current_time()
         assert not await send(pushes, size)
-        assert trio.current_time() - begun == pytest.approx(PUSH_TIMEOUT + 3)
+        assert trio.current_time() - begun == pytest.approx(PUSHES.timeout + 3)
         written = network.streams[0][0].written
         assert not await send(pushes) and network.streams[0][0].written == written
 
@@ -201,7 +209,7 @@ async def test_one_session_pushes_to_a_few_servers_only() -> None:
         for peer_id in NEXT:
             pushes.prepare(peer_id_to_bytes(peer_id))
         await settled()
-        assert sorted(peer_id for peer_id, _, _ in network.opened) == sorted(NEXT[:MAX_TARGETS])
+        assert sorted(peer_id for peer_id, _, _ in network.opened) == sorted(NEXT[: PUSHES.most_targets])
         assert not await send(pushes, peer=peer_id_to_bytes(NEXT[-1]))
         assert await send(pushes, peer=peer_id_to_bytes(NEXT[0]))
 
@@ -214,7 +222,7 @@ async def test_relayed_stream_gives_way_to_direct_one() -> None:
         assert await send(pushes)
         network.failures = 3
         network.has_direct.set()
-        await trio.sleep(FIRST_PAUSE + 2 + 4 + 1)
+        await trio.sleep(PUSHES.first_pause + 2 + 4 + 1)
         begun = network.opened[0][2]
         assert [at - begun for _, direct, at in network.opened if direct] == [0, 1, 3, 7]
         assert await send(pushes, 5)
@@ -313,15 +321,15 @@ async def test_outputs_leave_in_order_while_more_is_computed() -> None:
 
     async with trio.open_nursery() as nursery:
         queue = SendQueue(nursery)
-        for number, size in enumerate((INLINE_BYTES + 1, BYTES_IN_FLIGHT - 2 * INLINE_BYTES, 10)):
+        for number, size in enumerate((REPLIES.inline + 1, REPLIES.bytes_in_flight - 2 * REPLIES.inline, 10)):
             await queue.put(size, partial(send, number))  # the small one waits for those before it
         assert left == []
         with trio.move_on_after(1) as scope:
-            await queue.put(INLINE_BYTES, partial(send, 3))
+            await queue.put(REPLIES.inline, partial(send, 3))
         assert scope.cancelled_caught  # too much waits
         gate.set()
-        await queue.put(INLINE_BYTES, partial(send, 4))
+        await queue.put(REPLIES.inline, partial(send, 4))
         await queue.empty()
         assert left == [0, 1, 2, 4]
-        await queue.put(INLINE_BYTES, partial(send, 5))
+        await queue.put(REPLIES.inline, partial(send, 5))
         assert left[-1] == 5  # at once

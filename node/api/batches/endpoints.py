@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
+from ...network.shares import ShareCount
 from ..errors import RETRY_SECONDS, ApiError
 from ..fields import parse_object
 from ..http.answers import page
@@ -68,20 +69,19 @@ class _BatchEndpoints:
     def __init__(self, runner: BatchRunner) -> None:
         self._runner = runner
         self._store = runner.store
-        self._uploads: Counter[str] = Counter()
+        self._uploads = ShareCount(math.inf)
 
     # --- files
 
     async def upload(self, request: Request) -> Response:
         owner, most = request.state.owner, self._runner.limits.file_bytes
-        if self._uploads[owner] >= self._runner.limits.uploads:
-            text = f"{self._uploads[owner]} files of this key are being uploaded: send this one later"
+        if not self._uploads.add(owner, most=self._runner.limits.uploads):
+            text = f"{self._uploads.of(owner)} files of this key are being uploaded: send this one later"
             raise ApiError(429, text, code="too_many_requests", headers={"Retry-After": str(RETRY_SECONDS)})
-        self._uploads[owner] += 1
         try:
             return JSONResponse(file_object(await self._uploaded(request, owner, most)))
         finally:
-            self._uploads[owner] -= 1
+            self._uploads.remove(owner)
 
     async def _uploaded(self, request: Request, owner: str, most: int) -> StoredFile:
         """The body comes to a file on disk, and from there into the store. Raises ApiError."""

@@ -25,7 +25,7 @@ from ...client.generation.draft_model import DraftModel
 from ...client.generation.picture_prompts import PicturePrompt, PicturePrompts
 from ...client.session.stream import SessionSpec
 from ...client.session_adapter import SessionAdapter, named
-from ...errors import BadInput, NoChainError
+from ...errors import BadInput
 from ...models.adapter import Adapter
 from ...network.shares import Turns
 from ...trust.receipt_file import AnswerReceipts
@@ -159,7 +159,7 @@ class Core:
             raise wrong("x_petalnode.adapter", f"the model {model.name} has an adapter already")
         await self._session_adapter(model)
         if options.adapter:
-            await self._held_adapter(options.adapter)
+            await self.client.held_adapter(options.adapter)
 
     def _check_logprobs(self, wanted: GenerationRequest) -> None:
         if wanted.top_logprobs is None:
@@ -176,18 +176,8 @@ class Core:
             if model.name not in self._adapters:
                 self._adapters[model.name] = SessionAdapter.of(model.adapter) if model.adapter.hash else None
         elif model.adapter is not None:
-            self._adapters[model.name] = await self._held_adapter(model.adapter)
+            self._adapters[model.name] = await self.client.held_adapter(model.adapter)
         return self._adapters.get(model.name)
-
-    async def _held_adapter(self, name: str) -> SessionAdapter:
-        """Raises NoChainError if no server holds it."""
-        found = named(name, self.client.servers())
-        if found is None:
-            await self.client.refresh()
-            found = named(name, self.client.servers())
-        if found is None:
-            raise NoChainError(f"no server holds the adapter {name}", tuple(range(self.client.model.num_blocks)))
-        return found
 
     def client_for(self, options: SessionOptions) -> SwarmClient:
         """The client of sessions of which so much is asked. Raises BadInput."""
@@ -274,7 +264,7 @@ class Core:
         """The output of each of `blocks` (ascending), [tokens, hidden size]."""
         adapter = await self._session_adapter(model)
         if options.adapter:
-            adapter = await self._held_adapter(options.adapter)
+            adapter = await self.client.held_adapter(options.adapter)
         soft = model.adapter.soft_prompt if isinstance(model.adapter, Adapter) else None
         async with self._answers:
             return await block_outputs(self.client_for(options), self._local, prompt, blocks, adapter, soft)

@@ -7,8 +7,8 @@ from typing import Any, Unpack
 
 import torch
 
-from ....protocols.adapter import PROMPTS
 from ....protocols.framing import TensorError
+from ....protocols.training import PROMPTS
 from ...blocks.remote_cache import RemoteCache, RemoteCall, positions
 from ...errors import BadInput
 from ...models.adapter import Adapter
@@ -21,7 +21,7 @@ from .inference_session import InferenceSession
 from .model import DistributedModel
 from .opening import ModelOptions, OpenedModel, open_model, takes_model_options
 from .remote import forward_context
-from .row_drafts import DraftGain
+from .row_drafts import first_gain
 from .tuning import soft_prompt
 
 DEFAULT_GENERATED_LENGTH = 20
@@ -67,7 +67,7 @@ class DistributedModelForCausalLM(DistributedModel):
         self.soft_prompt = soft_prompt(self, opened.adapter)
         self._active: list[InferenceSession] = []
         self.drafts: dict[str, Any] = DraftCounts().fields()
-        self._draft_gain = DraftGain()
+        self._draft_gain = first_gain()
 
     def inference_session(self, max_length: int) -> InferenceSession:
         """A session for up to `max_length` tokens per row, which `generate` uses until the session is closed."""

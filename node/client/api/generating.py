@@ -29,6 +29,7 @@ from ...blocks.client_part import ClientModel
 from ...blocks.images.encoder import ImagePrompt
 from ...blocks.remote_cache import RemoteCache
 from ...errors import BadInput, unwrapped
+from ...swarm.cost import Estimate
 from ..generation.decoding import Embedding
 from ..generation.draft_model import PREFILL_TOKENS, DraftReader, FixedDrafts
 from ..generation.drafting import DraftCounts, LookupDrafter
@@ -39,7 +40,7 @@ from ..session.prefixes import common_prefix
 from .inference_session import InferenceSession
 from .processors import Answers, Prepared, ProcessorSampler, RowDraws
 from .remote import RemoteSequential
-from .row_drafts import ROWS, DraftGain, draft_apart
+from .row_drafts import ROWS, draft_apart, seen_gain
 
 _ONE_BY_ONE: Final = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _NAMED: Final = frozenset(inspect.signature(GenerationMixin.generate).parameters)
@@ -226,33 +227,24 @@ class RowGroup:
         await trio.to_thread.run_sync(self.session.close)
 
 
+@dataclass(eq=False)
 class BatchDecoding:
     """The loop over tokens in the place of transformers' own, for the argument `custom_generate` of its `generate`.
 
-    Args:
-        session: of all rows, or of the first of them.
-        may_part: whether rows may go on in several sessions.
-
     Attributes:
+        session: of all rows, or of the first of them.
+        gain: of drafts in the batches before.
+        may_part: whether rows may go on in several sessions.
         drafts: what drafts have brought, as `DistributedModelForCausalLM.drafts`.
     """
 
-    def __init__(
-        self,
-        local: ClientModel,
-        blocks: RemoteSequential,
-        session: InferenceSession,
-        options: GenerateOptions,
-        gain: DraftGain,
-        may_part: bool,
-    ) -> None:
-        self.drafts: dict[str, Any] = DraftCounts().fields()
-        self._local = local
-        self._blocks = blocks
-        self._session = session
-        self._options = options
-        self._gain = gain
-        self._may_part = may_part
+    local: ClientModel
+    blocks: RemoteSequential
+    session: InferenceSession
+    options: GenerateOptions
+    gain: Estimate
+    may_part: bool
+    drafts: dict[str, Any] = field(default_factory=DraftCounts().fields)
 
     def __call__(
         self,
@@ -267,23 +259,24 @@ class BatchDecoding:
         config, cache = generation_config, model_kwargs["past_key_values"]
         prepared = Prepared(model, input_ids, logits_processor, stopping_criteria, config, model_kwargs)
         padding = config._pad_token_tensor
-        answers = Answers(len(input_ids), 0 if padding is None else int(padding), self._options.streamer)
+        answers = Answers(len(input_ids), 0 if padding is None else int(padding), self.options.streamer)
         apart = self._parts(prepared)
-        drafts = self._options.drafts and (apart or len(input_ids) == 1)
-        options = replace(self._options, drafts=drafts, mtp_head=drafts and self._options.mtp_head)
+        drafts = self.options.drafts and (apart or len(input_ids) == 1)
+        options = replace(self.options, drafts=drafts, mtp_head=drafts and self.options.mtp_head)
         if not apart:
             sampler = ProcessorSampler(prepared, answers)
-            self._run_together(RowGroup(self._local, self._session, prepared, sampler, options))
+            self._run_together(RowGroup(self.local, self.session, prepared, sampler, options))
             scores, logits = sampler.scores, sampler.logits
-            cache.advance(self._session.position - cache.get_seq_length())
+            cache.advance(self.session.position - cache.get_seq_length())
         else:
             self._run_apart(prepared, answers, options)
             scores = logits = None
-        if self._options.drafts and len(input_ids) > 1:
-            known = drafts or self._options.assistant is None
-            self._gain.learn(input_ids.tolist(), answers.made, self.drafts["accepted"] if drafts else None, known)
-        if self._options.streamer is not None:
-            self._options.streamer.end()
+        if self.options.drafts and len(input_ids) > 1:
+            known = drafts or self.options.assistant is None
+            accepted = self.drafts["accepted"] if drafts else None
+            self.gain.note(seen_gain(input_ids.tolist(), answers.made, accepted, known))
+        if self.options.streamer is not None:
+            self.options.streamer.end()
         sequences = answers.behind(input_ids)
         if not config.return_dict_in_generate:
             return sequences
@@ -291,18 +284,18 @@ class BatchDecoding:
 
     def _parts(self, prepared: Prepared) -> bool:
         """Whether rows go on each in a session of its own, with drafts."""
-        rows, options = len(prepared.input_ids), self._options
-        if rows == 1 or not options.drafts or not self._may_part or not prepared.is_by_row:
+        rows, options = len(prepared.input_ids), self.options
+        if rows == 1 or not options.drafts or not self.may_part or not prepared.is_by_row:
             return False
         if options.fixed is not None and rows <= ROWS.most_drafted:
             return True
-        return draft_apart(rows, *self._blocks.stages(rows, int(prepared.config.max_length)), self._gain.gain)
+        return draft_apart(rows, *self.blocks.stages(rows, int(prepared.config.max_length)), self.gain.value)
 
     def _run_together(self, part: RowGroup) -> None:
         """All rows in one session; prompts go through the model in the caller's thread, which may be `prompted`."""
         before = part.session.drafting.counts
         embedding = part.begin()
-        part.session.call(lambda _: part.extend(embedding))
+        part.session.call(part.extend, embedding)
         self.drafts = (part.session.drafting.counts - before).fields()
 
     def _run_apart(self, prepared: Prepared, answers: Answers, options: GenerateOptions) -> None:
@@ -311,17 +304,17 @@ class BatchDecoding:
         draws = RowDraws(rows)
         parts: list[RowGroup] = []
         with ExitStack() as stack:
-            for index, plan in enumerate(self._session.drafting.of_rows(rows)):
-                cache = RemoteCache(self._session)
+            for index, plan in enumerate(self.session.drafting.of_rows(rows)):
+                cache = RemoteCache(self.session)
                 own = prepared.part(slice(index, index + 1), cache)
                 if index:
-                    length = self._session.max_length - own.hidden
-                    cache.session = stack.enter_context(self._blocks.inference_session(length))
+                    length = self.session.max_length - own.hidden
+                    cache.session = stack.enter_context(self.blocks.inference_session(length))
                 session: InferenceSession = cache.session
                 session.drafting = plan
                 sampler = ProcessorSampler(own, answers, index, draws)
-                parts.append(RowGroup(self._local, session, own, sampler, options))
-            self._session.runtime.call(_run_all, parts)
+                parts.append(RowGroup(self.local, session, own, sampler, options))
+            self.session.runtime.call(_run_all, parts)
         if prepared.config.do_sample:
             draws.finish(max(map(len, answers.made)))
         counts = [part.session.drafting.counts for part in parts]

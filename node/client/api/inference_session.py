@@ -177,12 +177,12 @@ class InferenceSession:
             output = from_chunks(self.runtime.call(step, chunks, tuple(reorder)))
             return output.to(hidden.device)
 
-    def call(self, function: Callable[[Session], Awaitable[Any]]) -> Any:
-        """Runs `await function(session)` in the trio thread, which may take several steps. Only after a first step."""
+    def call(self, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        """Runs `await function(*args)` in the trio thread, which may `decode`. Only after a first step."""
         with self._lock:
             if self.is_closed or self._session is None:
                 raise BadInput("this session is closed, or has had no step yet; open another with inference_session()")
-            return self.runtime.call(function, self._session)
+            return self.runtime.call(function, *args)
 
     async def decode(self, answer: Answering, limit: int, embedding: Embedding, drafter: Drafter | None = None) -> None:
         """Extends the answer of all rows up to `limit` tokens, in the trio thread. Only after a first step.

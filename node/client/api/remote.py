@@ -21,9 +21,10 @@ from ....protocols.framing import TensorError
 from ....protocols.ids import Span
 from ....protocols.tensors import decode, dtype_name, encode
 from ....protocols.training import PROMPTS, KeptSet, LoraName, MicroBatch
-from ...errors import BadInput, SwarmError
+from ...errors import BadInput
 from ..batch.batch_pass import BatchPass, PassSpec
 from ..batch.batch_stream import BatchSpec, micro_batch
+from ..chunks import from_chunks
 from ..core import SwarmClient
 from ..request import WireTensor
 from ..session.stream import SessionSpec
@@ -287,7 +288,7 @@ class RemotePass:
         ends = accumulate(planned.rows)
         cuts = [slice(end - count, end) for end, count in zip(ends, planned.rows, strict=True)]
         batch = BatchPass(client, spec, [self._part(hidden, rows) for rows in cuts], cuts, planned.chains)
-        return _joined(self.runtime.call(batch.forward)).to(hidden.device), batch
+        return from_chunks(self.runtime.call(batch.forward), dim=0).to(hidden.device), batch
 
     def _part(self, hidden: torch.Tensor, rows: slice) -> MicroBatch:
         mask: bytes = b""
@@ -313,7 +314,7 @@ class RemotePass:
         found = self.runtime.call(
             batch.backward, [WireTensor(*encode(scaled[rows], self.codec)) for rows in batch.rows]
         )
-        hidden = _joined([gradients.hidden for gradients in found]).to(gradient.device) / scale
+        hidden = from_chunks([gradients.hidden for gradients in found], dim=0).to(gradient.device) / scale
         totals = {name: torch.zeros(shape) for name, shape in kept.items()}
         for part, gradients in zip(batch.rows, found, strict=True):
             for span, tensors in gradients.kept:
@@ -388,14 +389,6 @@ def _bits(mask: torch.Tensor) -> bytes:
     flat = torch.nn.functional.pad(mask.flatten().to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
     weights = 2 ** torch.arange(7, -1, -1, dtype=torch.uint8)
     return bytes((flat * weights).sum(1).tolist())
-
-
-def _joined(chunks: list[WireTensor]) -> torch.Tensor:
-    try:
-        parts = [decode(chunk.tensor, chunk.payload) for chunk in chunks]
-    except TensorError as error:
-        raise SwarmError(f"a server sent a malformed tensor: {error}") from None
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _check_finite(tensor: torch.Tensor, what: str) -> None:

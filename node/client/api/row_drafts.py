@@ -6,10 +6,12 @@ several rows reads the weights once for all of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ...swarm.cost import Estimate, EstimateRule
 from ..generation.drafting import Draft, LookupDrafter
 
 
@@ -85,25 +87,17 @@ def lookup_gain(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:
     return tokens / steps if steps else 1.0
 
 
-class DraftGain:
-    """What drafts bring to the rows of batches, from what the batches before have shown.
+def first_gain() -> Estimate:
+    """Tokens a step that drafts bring to the rows of batches; each batch counts as much as all before it."""
+    return Estimate(EstimateRule(newest=1 / 2, most=math.inf), ROWS.first_gain, count=1)
 
-    Attributes:
-        gain: tokens a step that drafts bring, or would have.
-    """
 
-    def __init__(self) -> None:
-        self.gain = ROWS.first_gain
-
-    def learn(
-        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], accepted: int | None, known: bool
-    ) -> None:
-        """Learns how many tokens a step drafts have brought in a batch: `accepted` of them were right. None: there were
-        none, and the looked-up ones would have brought what the text shows, if it is `known`."""
-        gain = ROWS.first_gain
-        if accepted is not None:
-            tokens = sum(map(len, answers))
-            gain = tokens / max(1, tokens - accepted)
-        elif known:
-            gain = lookup_gain(list(zip(prompts, answers, strict=True)))
-        self.gain = (self.gain + gain) / 2
+def seen_gain(
+    prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], accepted: int | None, known: bool
+) -> float:
+    """Tokens a step that drafts have brought in a batch: `accepted` of them were right. None: there were none, and the
+    looked-up ones would have brought what the text shows, if it is `known`."""
+    if accepted is not None:
+        tokens = sum(map(len, answers))
+        return tokens / max(1, tokens - accepted)
+    return lookup_gain(list(zip(prompts, answers, strict=True))) if known else ROWS.first_gain

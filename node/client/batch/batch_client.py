@@ -17,7 +17,7 @@ from ...swarm.cost import Estimate
 from ...swarm.routing import Hop, RouteCandidate, cheapest_chain
 from ..deadlines import DEADLINES, batch_patience
 from ..request import ServerRefused, WireTensor, has_code, is_lost
-from ..router import ModelClient, ServerSearch, note_failure
+from ..router import Router, ServerSearch, note_failure
 from .batch_stream import BatchSpec, BatchStream, PendingBatch, StreamBroken
 from .chains import Chain, apportion, choose_chains, cut, rows_of_micro_batch, seconds_of, stages_of
 
@@ -75,13 +75,12 @@ class StartedBackward:
 class BatchClient:
     """Runs batch requests at servers over streams that are kept between batches; one per client."""
 
-    def __init__(self, client: ModelClient) -> None:
+    def __init__(self, client: Router) -> None:
         self._client = client
         self._slots: dict[tuple[str, Hop, BatchSpec], _Slot] = {}
         self._no_gradients: dict[str, ServerFailed] = {}
-        self.speeds: dict[str, float] = {}
+        self.speeds: dict[str, Estimate] = {}
         """Seconds of a token in a block, by peer: as its replies say, before the first one as it announces."""
-        self._replied: dict[str, Estimate] = {}
 
     async def plan(
         self, span: Span, batch: int, tokens: int, token_bytes: int, *, gradients: bool, wait: bool
@@ -105,7 +104,7 @@ class BatchClient:
             )
             servers = {hop.peer_id for chain in chains for hop in chain}
             for peer_id in servers:
-                self.speeds.setdefault(peer_id, seconds_of(candidates[peer_id]))
+                self.speeds.setdefault(peer_id, Estimate(value=seconds_of(candidates[peer_id])))
             most = rows_of_micro_batch(batch, tokens, len(servers))
             stages = [
                 stages_of(chain, candidates, self.speeds, tokens=most * tokens, token_bytes=token_bytes)
@@ -255,14 +254,13 @@ class BatchClient:
 
     def _patience(self, hop: Hop, request: MicroBatch, protocol: str) -> float:
         cost = BACKWARD_COST if protocol == BACKWARD else 1.0
-        return batch_patience(self.speeds.get(hop.peer_id, 0.0) * _block_tokens(hop, request) * cost)
+        return batch_patience(self.speeds.get(hop.peer_id, Estimate()).value * _block_tokens(hop, request) * cost)
 
     def _learn(self, protocol: str, hop: Hop, computed: float, request: MicroBatch) -> None:
         """`computed`: seconds as the server says, and no more than it took: its answers are waited for accordingly."""
         if protocol != BACKWARD:
             # What a server announces may have been measured under another load: the first reply knows better.
-            known = self._replied.setdefault(hop.peer_id, Estimate())
-            self.speeds[hop.peer_id] = known.note(computed / _block_tokens(hop, request))
+            self.speeds.setdefault(hop.peer_id, Estimate()).note(computed / _block_tokens(hop, request))
 
 
 def _block_tokens(hop: Hop, request: MicroBatch) -> int:

@@ -12,7 +12,7 @@ from typing import Final
 
 from ....protocols.ids import Span
 from ....protocols.training import MICRO_BATCH_TOKENS
-from ...swarm.cost import COST
+from ...swarm.cost import COST, Estimate
 from ...swarm.routing import Demand, Hop, RouteCandidate, cheapest_chain
 
 MAX_CHAINS: Final = 8
@@ -74,7 +74,7 @@ def seconds_of(server: RouteCandidate) -> float:
 def stages_of(
     chain: Chain,
     candidates: Mapping[str, RouteCandidate],
-    seconds: Mapping[str, float],
+    seconds: Mapping[str, Estimate],
     *,
     tokens: int,
     token_bytes: int,
@@ -83,7 +83,7 @@ def stages_of(
     stages = []
     for hop in chain:
         server = candidates[hop.peer_id]
-        work = tokens * len(hop.span) * seconds[hop.peer_id] * (1 + COST.load_per_waiting * server.queue_depth)
+        work = tokens * len(hop.span) * seconds[hop.peer_id].value * (1 + COST.load_per_waiting * server.queue_depth)
         way = server.rtt + 2 * tokens * token_bytes * server.seconds_per_byte + server.penalty_seconds
         stages.append(Stage(hop.peer_id, work, way))
     return stages

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
@@ -114,33 +112,37 @@ class UncheckedAnswer:
         chunk: what was answered; None where only the receipt came.
     """
 
-    def __init__(self, reply: wire.Reply, chunk: WireTensor | None, step: wire.Step, asked: WireTensor) -> None:
+    def __init__(
+        self, checks: AnswerChecks, reply: wire.Reply, chunk: WireTensor | None, step: wire.Step, asked: WireTensor
+    ) -> None:
         self.reply = reply
         self.chunk = chunk
         self.step = step
         self.asked = asked
-        self.check: Callable[[], Checked] | None = None
+        self._checks = checks
         self._started = False
         self._finished = threading.Event()
         self._outcome: Any = None
 
     def start_check(self) -> None:
         """Begins the check beside what the trio thread does next. Only the first call does anything."""
-        if not self._started and self.check is not None:
+        if not self._started:
             self._started = True
-            trio.lowlevel.start_thread_soon(self.check, self._deliver)
+            trio.lowlevel.start_thread_soon(self._check, self._deliver)
+
+    def _check(self) -> Checked:
+        return self._checks.check(self)
 
     def _deliver(self, outcome: Any) -> None:
         self._outcome = outcome
         self._finished.set()
 
     async def checked(self) -> Checked:
-        """What `check` returned or raised; returns at once if that has ended. Where it was not started, it runs here,
-        and in another thread only if there is much to hash."""
-        assert self.check is not None
+        """What `AnswerChecks.check` returned or raised; returns at once if that has ended. Where it was not started, it
+        runs here, and in another thread only if there is much to hash."""
         if not self._started:
             long = len(self.asked.payload) > _HASH_INLINE
-            return await trio.to_thread.run_sync(self.check) if long else self.check()
+            return await trio.to_thread.run_sync(self._check) if long else self._check()
         if not self._finished.is_set():
             with trio.CancelScope(shield=True):  # it computes for less than a millisecond
                 await trio.to_thread.run_sync(self._finished.wait)
@@ -258,9 +260,7 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
         self._check_form(reply, answer, step, chunk)
         total = trio.current_time() - begun
         self.timing = HopTiming(self.hop.peer_id, total, reply.queue_us / 1e6, reply.compute_us / 1e6)
-        unchecked = UncheckedAnswer(reply, answer, step, chunk)
-        unchecked.check = partial(self._check_answer, reply, answer, step, chunk)
-        return unchecked
+        return UncheckedAnswer(self, reply, answer, step, chunk)
 
     async def checked(self, answer: UncheckedAnswer) -> Answer:
         """The answer, of which everything is in order. Called once for each that was read, and before the next is.
@@ -297,9 +297,7 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
         self._upstreams.append(step.previous_receipt)
         return receipt
 
-    def _check_answer(
-        self, reply: wire.Reply, answer: WireTensor | None, step: wire.Step, chunk: WireTensor
-    ) -> Checked:
+    def check(self, unchecked: UncheckedAnswer) -> Checked:
         """The receipt, its hash, and whether it is for another input, which the server before has pushed. Changes
         nothing, and may run in a thread. Without an answer, the receipt's word for it is taken.
 
@@ -307,6 +305,7 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
             ServerCheated: the receipt is not this server's for what was sent and came back.
             ServerFailed: values that are none.
         """
+        reply, answer, step, chunk = unchecked.reply, unchecked.chunk, unchecked.step, unchecked.asked
         if answer is not None and not all_finite(answer.tensor, answer.payload):
             raise self._failed("it answered NaN or infinity")
         pushed = self._receipt_of(reply.receipt) if reply.pushed and step.previous_receipt else None

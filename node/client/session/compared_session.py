@@ -25,7 +25,7 @@ from ...verification.tolerances import Tolerance
 from ..chunks import from_chunks
 from ..deadlines import DEADLINES, Waits
 from ..request import WireTensor
-from ..router import ModelClient, Router
+from ..router import Router
 from .comparing import (
     NO_TOLERANCE,
     Disagreement,
@@ -57,9 +57,7 @@ class ReplicaChain:
     """One of the chains that are compared: its session, and the client as it sees it: without other chains' servers and
     those with other weights."""
 
-    def __init__(
-        self, client: ModelClient, compared: ComparedSession, wait: bool, planned: tuple[Hop, ...] = ()
-    ) -> None:
+    def __init__(self, client: Router, compared: ComparedSession, wait: bool, planned: tuple[Hop, ...] = ()) -> None:
         self._client = client
         self._compared = compared
         self._planned = planned
@@ -94,7 +92,7 @@ class ReplicaChain:
 class ComparedSession:
     """As `ClientSession`, through `count` chains; made by `SwarmClient.session`."""
 
-    def __init__(self, client: ModelClient, spec: SessionSpec, count: int, wait: bool) -> None:
+    def __init__(self, client: Router, spec: SessionSpec, count: int, wait: bool) -> None:
         # Several sessions to take up again are none: what is kept is the text.
         self.spec = replace(spec, keep=0.0)
         self.choosing = trio.Lock()

@@ -103,8 +103,11 @@ class Pipeline:
     def _input(self, chunk: WireTensor, position: int) -> Input:
         return Input(position, (), chunk, self._chain.spec.takes_long_factors(position + chunk.tokens))
 
-    def _step(self, given: Input, before: int | None = None) -> PipelineStep:
-        return PipelineStep(self._chain, given, push=self._push and self.in_step, before=before)
+    def _step(
+        self, given: Input, *, before: int | None = None, several: bool = False, receipt_only: bool = False
+    ) -> PipelineStep:
+        push = self._push and self.in_step
+        return PipelineStep(self._chain, given, push=push, several=several, before=before, receipt_only=receipt_only)
 
     async def _begin(self, step: PipelineStep) -> None:
         self._steps.append(step)
@@ -155,10 +158,13 @@ class Pipeline:
         out: list[WireTensor] = []
         given_up = len(steps) > 1
         try:
-            while len(out) < len(steps):
-                # Behind a failure, the first step is to reach all servers before others are under way.
-                count = len(steps) if self.in_step else len(out) + 1
-                await self._side_by_side(steps[len(out) : count], receipts, out)
+            while left := steps[len(out) :]:
+                if len(left) > 1 and self.in_step:
+                    await self._side_by_side(left, receipts, out)
+                else:  # behind a failure, a step is to reach all servers before others are under way
+                    step = self._step(left[0], receipt_only=left[0].position in receipts)
+                    self._steps.append(step)
+                    await self._drive(step, out)
             given_up = False
         except SwarmError:
             given_up = False
@@ -170,19 +176,13 @@ class Pipeline:
         return out
 
     async def _side_by_side(self, steps: Sequence[Input], receipts: Collection[int], out: list[WireTensor]) -> None:
-        """Adds what leaves the last server for each step, or for those up to one at which a server failed."""
+        """Adds what leaves the last server for each of several steps, or for those up to one at which one failed."""
         self._broken = False
-        push, several = self._push and self.in_step, len(steps) > 1
         with unwrapped(SwarmError):
             async with trio.open_nursery() as nursery:
                 for given in steps:
-                    step = PipelineStep(
-                        self._chain, given, push=push, several=several, receipt_only=given.position in receipts
-                    )
+                    step = self._step(given, several=True, receipt_only=given.position in receipts)
                     self._steps.append(step)
-                    if not several:
-                        await self._drive(step, out)
-                        return
                     nursery.start_soon(self._drive, step, out)
                     while not step.reach and not self._broken:
                         await self._moved.park()
@@ -298,16 +298,14 @@ class Pipeline:
         if before is None or step.at.asked is not None:
             return True  # nothing else counts for the oldest step: numbers given out behind it may never be answered
         nbytes, end = len(step.chunk.payload), step.index + 1 + len(step.targets)
-        return all(self.takes(index, nbytes) for index in range(step.index, end))
+        return all(self._takes(index, nbytes) for index in range(step.index, end))
 
-    def takes(self, index: int, nbytes: int) -> bool:
+    def _takes(self, index: int, nbytes: int) -> bool:
         """Whether one more step of `nbytes` bytes may be under way at a server."""
-        server, under_way = self._chain.links[index].server, self.under_way_at(index)
+        server = self._chain.links[index].server
+        # Of each step that has a number at the server and is not answered there.
+        under_way = [len(step.chunk.payload) for step in self._steps if step.index <= index < step.reach]
         return not under_way or (sum(under_way) + nbytes <= server.bytes_in_flight and server.spare_credits > 0)
-
-    def under_way_at(self, index: int) -> list[int]:
-        """Bytes of each step that has a number at a server and is not answered there."""
-        return [len(step.chunk.payload) for step in self._steps if step.index <= index < step.reach]
 
     def _before(self, step: PipelineStep) -> PipelineStep | None:
         index = self._steps.index(step)

@@ -103,6 +103,8 @@ class SharedSession(Protocol):
 
     def beginning(self) -> Beginning: ...
 
+    def junctions(self) -> list[WireTensor]: ...
+
 
 @dataclass(frozen=True)
 class _Ended:

@@ -16,7 +16,7 @@ address. Then the server still has the cache. Taking the session up again costs 
 replacement a replay.
 
 `next_path_action(state, event)` does the same for the stream to one server, between steps as well as in the middle of
-one; `reconnector.SessionReconnector` carries it out.
+one; `link.SessionReconnector` carries it out.
 
 `next_search_action(attempts, now, not_before)` says when others are asked to take some blocks beside those that were
 asked already and are silent; `opening.Opening` carries it out.

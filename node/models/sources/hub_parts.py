@@ -20,7 +20,7 @@ from typing import Any, Final
 from ....protocols.weights import TreeEntry
 from ...errors import ModelError
 from ..cache_dir import disk_errors, import_once, imported_folder, require_space, sync_one
-from ..checkpoint import GGUF_NOTE, INDEX, Checkpoint, write_gguf_note
+from ..checkpoint import GGUF_NOTE, INDEX, MAX_HEADER_BYTES, Checkpoint, write_gguf_note
 from ..disk_limit import BeforeDownload
 from ..folder import num_blocks
 from ..gguf.config import LONGROPE_FACTORS, ROPE_FACTORS
@@ -41,7 +41,6 @@ TEXTS_DONE: Final = "texts.done"
 """In such a folder, the name of a file that says: the tokenizer is all here."""
 _FORMAT: Final = 1
 _FIRST_BYTES: Final = 4 << 20  # of a GGUF header
-_MAX_HEADER_BYTES: Final = 64 << 20
 _NOTE: Final = "hub.json"
 _HALVES: Final = ("F16", "BF16")
 
@@ -289,7 +288,7 @@ def fetch_header(file: RangedFile, folder: Path, stop: threading.Event) -> None:
         header = _gguf_header_bytes(file, target.with_name(file.name + ABSENT), stop)
     else:
         length = int.from_bytes(file.read(0, min(8, file.nbytes), stop), "little")
-        if length > min(_MAX_HEADER_BYTES, file.nbytes - 8):
+        if length > min(MAX_HEADER_BYTES, file.nbytes - 8):
             raise ModelError(f"{file.name} on the hub is no safetensors file")
         header = file.read(0, 8 + length, stop)
     with target.open("wb") as stream:
@@ -307,7 +306,7 @@ def _gguf_header_bytes(file: RangedFile, scratch: Path, stop: threading.Event) -
         try:
             read_gguf_header(scratch)
         except CutHeader:
-            if wanted >= min(file.nbytes, _MAX_HEADER_BYTES):
+            if wanted >= min(file.nbytes, MAX_HEADER_BYTES):
                 raise
             wanted *= 2
         else:
@@ -329,7 +328,7 @@ def _describe_gguf(files: Sequence[RangedFile], headers: Path, folder: Path, pro
 
     def fill(item: Any, stop: threading.Event) -> None:
         file, tensor = item
-        if tensor.nbytes > _MAX_HEADER_BYTES:
+        if tensor.nbytes > MAX_HEADER_BYTES:
             raise ModelError(f"{file.name} on the hub has {tensor.name!r} in {tensor.nbytes:,} bytes: it is no norm")
         data = file.read(tensor.start, tensor.start + tensor.nbytes, stop)
         with (headers / file.name).open("r+b") as stream:

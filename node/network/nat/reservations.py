@@ -22,13 +22,12 @@ import trio
 from ....protocols.circuit import RelayRefused
 from ....protocols.framing import PeerError
 from ..host import Host
+from ..standard_protocols import PING
 from ..transport.stream_bytes import StreamBytes
 from .circuits import Circuits
 from .reachability import NatNode, RelayCandidate
 
 log = logging.getLogger(__name__)
-
-_PING: Final = "/ipfs/ping/1.0.0"
 
 
 @dataclass(frozen=True)
@@ -279,7 +278,7 @@ class Reservations:
         if not connections:
             raise ConnectionResetError("the connection is gone again")
         with trio.fail_after(RELAYS.reserve_limit):
-            stream = await connections[0].open_stream(_PING)
+            stream = await connections[0].open_stream(PING)
         limit = RELAYS.ping_limit
         try:
             while True:

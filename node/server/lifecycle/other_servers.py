@@ -1,11 +1,10 @@
-"""The other servers of a model: push streams to them, how far away they are, and how fast bytes pass."""
+"""The other servers of a model: how far away they are, and how fast bytes pass."""
 
 from __future__ import annotations
 
 import random
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -15,10 +14,8 @@ import trio
 from ....protocols import wire_pb2 as wire
 from ....protocols.announcement import Announcement
 from ....protocols.directory import DIRECTORY_LIMITS, answer_transfer, measure_transfer
-from ....protocols.framing import MessageStream, PeerError
-from ....protocols.ids import PUSH, TRANSFER
-from ....protocols.inference import MAX_STEP_BYTES
-from ...errors import SwarmError
+from ....protocols.framing import PeerError
+from ....protocols.ids import TRANSFER
 from ...network.shares import Turns
 from ...swarm.swarm import Swarm
 from .speed import ChangeSignal, SpanSpeed
@@ -26,10 +23,8 @@ from .speed import ChangeSignal, SpanSpeed
 
 @dataclass(frozen=True)
 class RoundTripPolicy:
-    """Which servers a server keeps near, and how long it waits for them."""
+    """Of which servers a server knows the round trips."""
 
-    refresh_timeout: float = 5.0
-    push_open_timeout: float = 5.0
     rtt_timeout: float = 3.0
     most: int = 16  # Servers whose round trips are known, and
     new_ones: int = 2  # Places among them for others, if there are more: the farthest ones make room
@@ -38,30 +33,6 @@ class RoundTripPolicy:
 ROUND_TRIPS: Final = RoundTripPolicy()
 FIRST_RTT_INTERVAL, RTT_INTERVAL = 4.0, 60.0
 """Seconds between two measurements of round trips; longer each time, as long as there is nobody to measure."""
-
-
-class ServerConnector:
-    """Opens push streams to other servers of a model, as the swarm knows them."""
-
-    def __init__(self, swarm: Swarm, model_version: bytes) -> None:
-        self._swarm = swarm
-        self._model_version = model_version
-
-    async def open_push(self, peer_id: str, *, direct: bool = False) -> MessageStream[wire.PushFrame]:
-        if not self._swarm.is_connected(peer_id) and peer_id not in self._swarm.view.records:
-            with suppress(SwarmError):  # the client has heard of a server that we have not
-                await self._swarm.refresh(model_version=self._model_version, timeout=ROUND_TRIPS.refresh_timeout)
-        return await self._swarm.new_stream(
-            peer_id,
-            PUSH,
-            wire.PushFrame,
-            timeout=ROUND_TRIPS.push_open_timeout,
-            max_payload=MAX_STEP_BYTES,
-            direct=direct,
-        )
-
-    def watch_direct(self, peer_id: str) -> trio.Event:
-        return self._swarm.watch_direct(peer_id)
 
 
 def to_measure(following: Sequence[str], rtts: dict[str, float]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -36,27 +37,18 @@ T = TypeVar("T")
 _ASK_TIMEOUT: Final = 5.0
 
 
+@dataclass(frozen=True)
 class ModelSource:
-    """A model of the swarm. `folder` may hold only a part of it; `weights` brings the blocks that are wanted, and calls
-    `verified` when they are those of the manifest."""
+    """A model of the swarm. `folder` holds the `whole` of it, or a part. `weights` brings the blocks that are wanted,
+    from peers if it is `remote`, and calls `verified` when they are those of the manifest."""
 
-    def __init__(
-        self,
-        folder: ModelFolder,
-        manifest: Manifest,
-        whole: bool,
-        options: ServerOptions,
-        progress: Progress,
-        verified: Callable[[], None] = lambda: None,
-        remote: RemoteModel | None = None,
-    ) -> None:
-        self.folder = folder
-        self.manifest = manifest
-        self._whole = whole
-        self._options = options
-        self._progress = progress
-        self._verified = verified
-        self._remote = remote
+    folder: ModelFolder
+    manifest: Manifest
+    whole: bool
+    options: ServerOptions
+    progress: Progress
+    verified: Callable[[], None] = lambda: None
+    remote: RemoteModel | None = None
 
     async def weights(self, span: Span) -> Path:
         """A folder with the blocks of `span`, checked by the manifest.
@@ -64,22 +56,22 @@ class ModelSource:
         Raises:
             ModelError, MachineError: they cannot be had, or are others.
         """
-        if self._whole:
+        if self.whole:
             return self.folder.path
-        if self._remote is not None:
-            part = await self._from(self._remote, span)
+        if self.remote is not None:
+            part = await self._from(self.remote, span)
         else:
-            part = await in_thread(lambda: _fetch(self._options, span, self._progress))
-        await in_thread(lambda: verify_part(part, self.manifest, span, self._progress))
-        self._verified()
+            part = await in_thread(lambda: _fetch(self.options, span, self.progress))
+        await in_thread(lambda: verify_part(part, self.manifest, span, self.progress))
+        self.verified()
         return part.path
 
     async def _from(self, remote: RemoteModel, span: Span) -> ModelFolder:
         try:
-            return await remote.fetch(span, self._progress, max_disk=self._options.max_disk)
+            return await remote.fetch(span, self.progress, max_disk=self.options.max_disk)
         except SwarmError:  # what could not be downloaded when others had it may be where it is public now
             with suppress(ModelError):
-                return await in_thread(lambda: _fetch(self._options, span, self._progress))
+                return await in_thread(lambda: _fetch(self.options, span, self.progress))
             raise
 
 

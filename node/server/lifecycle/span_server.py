@@ -26,12 +26,13 @@ from ..budget import MemoryBudget
 from ..compute_thread import ComputeThread
 from ..requests.adapters import Adapters
 from ..requests.admission import Hosted
+from ..requests.pushes import PushConnector
 from ..requests.request import RequestContext
-from ..requests.service import MAX_SESSIONS, RequestService
+from ..requests.service import SERVICE, RequestService
 from ..tallies import Serving
 from .context import ServerContext
 from .memory import MEMORY_SHARES, cache_tokens_that_fit, check_cache_fits, claim, device_memory, return_memory, unused
-from .other_servers import ServerConnector, keep_measured, keep_rtts, measure_network
+from .other_servers import keep_measured, keep_rtts, measure_network
 from .pausing import Pause
 from .pledging import Pledging
 from .rebalancing import next_move
@@ -141,7 +142,7 @@ class SpanServer:
         self._service = RequestService(
             self._requests,
             MemoryBudget(cache_tokens),
-            ServerConnector(context.swarm, announcement.model_version),
+            PushConnector(context.swarm, announcement.model_version),
             self._adapters,
             context.parts.payments(self._issuers()),
             self._speed.changed.set,
@@ -261,7 +262,7 @@ class SpanServer:
 
     def _set_handlers(self) -> None:
         swarm, service = self._context.swarm, self._service
-        bounds = {"max_payload": MAX_STEP_BYTES, "max_streams": 2 * MAX_SESSIONS}  # two while a session moves
+        bounds = {"max_payload": MAX_STEP_BYTES, "max_streams": 2 * SERVICE.most_sessions}  # two while a session moves
         swarm.set_handler(INFERENCE, wire.InferenceFrame, service.handle_session, in_turn=False, **bounds)
         swarm.set_handler(PUSH, wire.PushFrame, service.handle_push, in_turn=False, **bounds)
         for protocol, handler, max_header in (

@@ -23,17 +23,20 @@ from ...blocks.span_adapter import SpanAdapter
 from ...models.adapter import Adapter, digests_of
 from ..budget import Lease, MemoryBudget
 from .admission import check_adapter, check_client
-from .request import SEND_TIMEOUT, OpenCount, RequestContext, reserve, serve_stream
+from .request import REQUESTS, OpenCount, RequestContext, reserve, serve_stream
 
-MAX_STREAMS: Final = 128
-BROUGHT_SHARE: Final = 0.05
-"""Of the free memory, for what clients bring."""
-PIECE_TIMEOUT: Final = 30.0
-BRING_TIMEOUT: Final = 600.0
-"""For all of an adapter to come."""
-MEMORY_WAIT: Final = 20.0
-HOLD_TIMEOUT: Final = 120.0
-"""For which an adapter that was brought waits for its first session."""
+
+@dataclass(frozen=True)
+class AdapterPolicy:
+    """What clients may bring, and how long that may take, in seconds."""
+
+    most_streams: int = 128
+    brought_share: float = 0.05  # Of the free memory, for what clients bring
+    bring: float = 600.0  # For all of an adapter to come
+    hold: float = 120.0  # For which an adapter that was brought waits for its first session
+
+
+ADAPTERS: Final = AdapterPolicy()
 
 
 @dataclass(eq=False)
@@ -57,10 +60,11 @@ class Adapters:
 
     def __init__(self, context: RequestContext) -> None:
         self._context = context
-        self._budget = MemoryBudget(int(BROUGHT_SHARE * psutil.virtual_memory().available), "MiB for adapters", 1 << 20)
+        room = int(ADAPTERS.brought_share * psutil.virtual_memory().available)
+        self._budget = MemoryBudget(room, "MiB for adapters", 1 << 20)
         self._held: list[_Held] = []
         self._names: list[AnnouncedAdapter] = []
-        self._streams = OpenCount("adapters on their way", MAX_STREAMS, context.origins)
+        self._streams = OpenCount("adapters on their way", ADAPTERS.most_streams, context.origins)
 
     async def load(self, adapters: Sequence[Adapter]) -> None:
         """Takes the owner's adapters, which have been checked against the model's version.
@@ -130,7 +134,7 @@ class Adapters:
             with self._used(held):
                 await _say(stream, held=True)
                 # The stream holds it until the client says Close, or leaves: its sessions do by then.
-                with trio.move_on_after(HOLD_TIMEOUT):
+                with trio.move_on_after(ADAPTERS.hold):
                     await stream.receive(timeout=None)
         finally:
             self._streams.remove(stream.peer_id)
@@ -138,16 +142,16 @@ class Adapters:
     async def _receive(self, stream: BatchFrames, offer: wire.Adapter, span: Span) -> _Held:
         """Raises Refusal if it cannot be taken, PeerError if the client is gone."""
         nbytes = sum(math.prod(tensor.shape) for tensor in offer.tensors) * 4
-        lease = await reserve(self._budget, nbytes, MEMORY_WAIT, holder=stream.peer_id)
+        lease = await reserve(self._budget, nbytes, holder=stream.peer_id)
         try:
             stream.grant()
             await _say(stream, held=False)
             sizes = [tensor.nbytes for tensor in offer.tensors]
             try:
-                with trio.fail_after(BRING_TIMEOUT):
-                    payloads = await receive_pieces(stream, sizes, timeout=PIECE_TIMEOUT)
+                with trio.fail_after(ADAPTERS.bring):
+                    payloads = await receive_pieces(stream, sizes, timeout=REQUESTS.piece)
             except trio.TooSlowError:
-                raise Refusal(wire.ERROR_BUSY, f"the adapter did not come within {BRING_TIMEOUT:.0f} s") from None
+                raise Refusal(wire.ERROR_BUSY, f"the adapter did not come within {ADAPTERS.bring:.0f} s") from None
             tensors = await trio.to_thread.run_sync(_unpack, offer, payloads)
             adapter = await self._made(tensors, stream.peer_id)
         except BaseException:
@@ -163,7 +167,7 @@ class Adapters:
 
 
 async def _say(stream: BatchFrames, *, held: bool) -> None:
-    await stream.send(wire.BatchFrame(adapter_state=wire.AdapterState(held=held)), timeout=SEND_TIMEOUT)
+    await stream.send(wire.BatchFrame(adapter_state=wire.AdapterState(held=held)), timeout=REQUESTS.send)
 
 
 def _unpack(offer: wire.Adapter, payloads: Sequence[bytearray]) -> dict[str, torch.Tensor]:

@@ -41,17 +41,19 @@ from ...errors import unwrapped
 from ..budget import Lease, MemoryBudget
 from ..compute_thread import ComputeThread, PassResult
 from .admission import batch_bytes, check_batch, check_keep
-from .request import OpenCount, ReceiptChain, RequestContext, open_window, reserve
+from .request import REQUESTS, OpenCount, ReceiptChain, RequestContext, open_window, reserve
 
-CREDITS: Final = 4
-IDLE_TIMEOUT: Final = 60.0
-"""A stream that asks for nothing so long is ended; its client opens another."""
-PIECE_TIMEOUT: Final = 30.0
-MEMORY_WAIT: Final = 20.0
-"""How long a request waits for others to give memory back."""
 
-GRADIENT_TIMEOUT: Final = 60.0
-"""How long a batch whose turn it is waits for its gradient."""
+@dataclass(frozen=True)
+class BatchPolicy:
+    """What a stream of batches may have under way, and how long it waits, in seconds."""
+
+    credits: int = 4
+    idle: float = 60.0  # After which a stream that asks for nothing is ended; its client opens another
+    gradient: float = 60.0  # For which a batch whose turn it is waits for its gradient
+
+
+BATCHES: Final = BatchPolicy()
 
 
 class DeferredBackward:
@@ -121,9 +123,9 @@ class DeferredBackward:
         Raises:
             Refusal: it was given up, its gradient did not come, or the first half failed.
         """
-        with trio.move_on_after(GRADIENT_TIMEOUT):
+        with trio.move_on_after(BATCHES.gradient):
             await self._settled.wait()
-        self.give_up(f"its gradient did not come for {GRADIENT_TIMEOUT:.0f} s")
+        self.give_up(f"its gradient did not come for {BATCHES.gradient:.0f} s")
         if self.request is not None:
             await self._done.wait()
         request, recomputed = self.checked(), self._recomputed
@@ -188,16 +190,16 @@ class BatchRequests:
             PeerError: the client is gone.
         """
         granted = wire.BatchGranted(
-            **self._receipts.granted(), credits=CREDITS, gradient_may_follow=self._protocol == BACKWARD
+            **self._receipts.granted(), credits=BATCHES.credits, gradient_may_follow=self._protocol == BACKWARD
         )
         open_window(self._stream, served=False)
-        await self._stream.send(wire.BatchFrame(granted=granted), timeout=PIECE_TIMEOUT)
+        await self._stream.send(wire.BatchFrame(granted=granted), timeout=REQUESTS.piece)
         try:
             with unwrapped(PeerError):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._watch, nursery.cancel_scope)
-                    to_compute, computing = trio.open_memory_channel[_Requested | Refusal](CREDITS)
-                    to_answer, answering = trio.open_memory_channel[_Computed | Refusal](CREDITS)
+                    to_compute, computing = trio.open_memory_channel[_Requested | Refusal](BATCHES.credits)
+                    to_answer, answering = trio.open_memory_channel[_Computed | Refusal](BATCHES.credits)
                     nursery.start_soon(self._read, to_compute, nursery)
                     nursery.start_soon(self._compute, computing, to_answer)
                     await self._answer(answering)
@@ -241,7 +243,7 @@ class BatchRequests:
         """None when the client has closed the stream, or asks for nothing any more."""
         while True:
             try:
-                frame, _ = await self._stream.receive(timeout=IDLE_TIMEOUT)
+                frame, _ = await self._stream.receive(timeout=BATCHES.idle)
                 return None if frame.WhichOneof("body") == "close" else frame
             except StreamTimeout:
                 if not self._under_way:
@@ -269,7 +271,8 @@ class BatchRequests:
             _, (_, lease) = self._kept.popitem(last=False)
             self._release(lease)
         lease = await self._reserve(self._memory.kept, raw_bytes(keep.tensors))
-        payloads = await receive_pieces(self._stream, [tensor.nbytes for tensor in keep.tensors], timeout=PIECE_TIMEOUT)
+        sizes = [tensor.nbytes for tensor in keep.tensors]
+        payloads = await receive_pieces(self._stream, sizes, timeout=REQUESTS.piece)
         self._kept_number = keep.number
         self._kept[keep.number] = await trio.to_thread.run_sync(unpack_keep, keep, payloads), lease
 
@@ -282,8 +285,8 @@ class BatchRequests:
             backward=self._protocol == BACKWARD,
             last=self._sequence,
         )
-        if self._under_way >= CREDITS:
-            raise Refusal(wire.ERROR_BUSY, f"{CREDITS} batch requests may be under way at once, not more")
+        if self._under_way >= BATCHES.credits:
+            raise Refusal(wire.ERROR_BUSY, f"{BATCHES.credits} batch requests may be under way at once, not more")
         kept, _ = self._kept.get(message.kept, (None, None))
         self._sequence = message.sequence
         self._under_way += 1
@@ -291,7 +294,7 @@ class BatchRequests:
         self._open_requests.add(self._stream.peer_id)
         lease = await self._reserve(self._memory.requests, batch_bytes(message, kept.keep if kept else None))
         here = message.tensors[:1] if message.gradient_follows else message.tensors
-        payloads = await receive_pieces(self._stream, [tensor.nbytes for tensor in here], timeout=PIECE_TIMEOUT)
+        payloads = await receive_pieces(self._stream, [tensor.nbytes for tensor in here], timeout=REQUESTS.piece)
         asked = MicroBatch(message, tuple(payloads), kept)
         request = await trio.to_thread.run_sync(unpack_request, self._protocol, self._terms, asked)
         if not message.gradient_follows:
@@ -305,12 +308,12 @@ class BatchRequests:
         if deferred is None:
             raise bad_request(f"no batch request {gradient.sequence} waits for its gradient")
         size = deferred.checked().asked.message.tensors[1].nbytes
-        [payload] = await receive_pieces(self._stream, [size], timeout=PIECE_TIMEOUT)
+        [payload] = await receive_pieces(self._stream, [size], timeout=REQUESTS.piece)
         deferred.settle(await trio.to_thread.run_sync(with_gradient, self._protocol, deferred.checked(), payload))
         self._deferred.pop(gradient.sequence, None)
 
     async def _reserve(self, budget: MemoryBudget, nbytes: int) -> Lease:
-        lease = await reserve(budget, nbytes, MEMORY_WAIT, never=wire.ERROR_TOO_LONG, holder=self._stream.peer_id)
+        lease = await reserve(budget, nbytes, never=wire.ERROR_TOO_LONG, holder=self._stream.peer_id)
         self._leases.add(lease)
         return lease
 
@@ -347,7 +350,7 @@ class BatchRequests:
     async def _answer(self, answers: trio.MemoryReceiveChannel[_Computed | Refusal]) -> None:
         async for done in answers:
             if isinstance(done, Refusal):
-                await self._stream.send(wire.BatchFrame(error=done.to_wire()), timeout=PIECE_TIMEOUT)
+                await self._stream.send(wire.BatchFrame(error=done.to_wire()), timeout=REQUESTS.piece)
                 return
             packed = await trio.to_thread.run_sync(pack, done.request, done.result.value)
             message = done.request.asked.message
@@ -364,7 +367,7 @@ class BatchRequests:
             )
             # Before the last byte is out, because the client may send the next request at once.
             self._under_way -= 1
-            await send_in_pieces(self._stream, wire.BatchFrame(reply=reply), packed.payloads, timeout=PIECE_TIMEOUT)
+            await send_in_pieces(self._stream, wire.BatchFrame(reply=reply), packed.payloads, timeout=REQUESTS.piece)
             open_window(self._stream, served=True)
             self._release(done.lease)
             self._unanswered -= 1

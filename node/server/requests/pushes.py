@@ -4,51 +4,76 @@ server before it may push steps into it."""
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import trio
 
 from ....crypto.identity import peer_id_from_bytes, peer_id_to_bytes
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import MessageStream, PeerError
+from ....protocols.ids import PUSH
 from ....protocols.inference import (
     HASH_BYTES,
     LOOK_BACK,
+    MAX_STEP_BYTES,
     Refusal,
     bad_request,
     receipt_from_wire,
     without_tensors,
 )
+from ...errors import SwarmError
+from ...swarm.swarm import Swarm
 from ..steps import StepOutput
 
 PushStream = MessageStream[wire.PushFrame]
 
-PUSH_TIMEOUT: Final = 1.0
-PUSH_BYTES_PER_SECOND: Final = 1 << 20
-"""A next server that takes longer than that to read a push gets it from the client instead."""
-FIRST_PAUSE: Final = 1.0
-LONGEST_PAUSE: Final = 60.0
-"""Between two attempts to open a stream that is wanted; the pause doubles."""
-MAX_TARGETS: Final = 8
-"""Servers to which one session may push: more than a client that changes its chain ever needs at once."""
+
+@dataclass(frozen=True)
+class PushPolicy:
+    """How long a server tries to push, in seconds, and to how many others."""
+
+    refresh: float = 5.0  # For peers to say where a server is of which only the client has heard
+    open: float = 5.0
+    timeout: float = 1.0
+    bytes_per_second: int = 1 << 20
+    """A next server that takes longer than by both to read a push gets it from the client instead."""
+    first_pause: float = 1.0
+    longest_pause: float = 60.0  # Between two attempts to open a stream that is wanted; the pause doubles
+    most_targets: int = 8  # Of one session: more than a client that changes its chain ever needs at once
 
 
-class PushConnector(Protocol):
-    """Opens streams to the servers that come next."""
+PUSHES: Final = PushPolicy()
+
+
+class PushConnector:
+    """Opens push streams to the servers of a model that come next, as the swarm knows them."""
+
+    def __init__(self, swarm: Swarm, model_version: bytes) -> None:
+        self._swarm = swarm
+        self._model_version = model_version
 
     async def open_push(self, peer_id: str, *, direct: bool = False) -> PushStream:
         """A stream for pushes; with `direct`, only on a connection without a relay. Raises PeerError."""
+        swarm = self._swarm
+        if not swarm.is_connected(peer_id) and peer_id not in swarm.view.records:
+            with suppress(SwarmError):  # the client has heard of a server that we have not
+                await swarm.refresh(model_version=self._model_version, timeout=PUSHES.refresh)
+        return await swarm.new_stream(
+            peer_id, PUSH, wire.PushFrame, timeout=PUSHES.open, max_payload=MAX_STEP_BYTES, direct=direct
+        )
 
     def watch_direct(self, peer_id: str) -> trio.Event:
         """Set when there is a connection to this peer without a relay."""
+        return self._swarm.watch_direct(peer_id)
 
 
 @dataclass
 class _Target:
     stream: PushStream | None = None
     opening: bool = False
-    pause: float = FIRST_PAUSE
+    pause: float = PUSHES.first_pause
     not_before: float = field(default_factory=trio.current_time)
 
 
@@ -68,7 +93,7 @@ class Pushes:
         """Begins to open a stream to `peer`, unless one is open, being opened, or was just refused."""
         known = self._known.get(peer)
         if known is None:
-            if len(self._known) >= MAX_TARGETS:
+            if len(self._known) >= PUSHES.most_targets:
                 return
             known = self._known[peer] = _Target()
         if known.stream is None and not known.opening and trio.current_time() >= known.not_before:
@@ -81,7 +106,7 @@ class Pushes:
         if known is None or known.stream is None:
             self.prepare(peer)
             return False
-        timeout = PUSH_TIMEOUT + len(output.payload) / PUSH_BYTES_PER_SECOND
+        timeout = PUSHES.timeout + len(output.payload) / PUSHES.bytes_per_second
         try:
             await known.stream.send(
                 wire.PushFrame(push=push, tensors=[output.tensor]), [output.payload], timeout=timeout
@@ -106,11 +131,11 @@ class Pushes:
         else:
             begun = trio.current_time()
             await self._see_to(peer_id, known, stream)
-            if trio.current_time() - begun > LONGEST_PAUSE:
-                known.pause = FIRST_PAUSE
+            if trio.current_time() - begun > PUSHES.longest_pause:
+                known.pause = PUSHES.first_pause
         known.opening = False
         known.not_before = trio.current_time() + known.pause
-        known.pause = min(2 * known.pause, LONGEST_PAUSE)
+        known.pause = min(2 * known.pause, PUSHES.longest_pause)
 
     async def _see_to(self, peer_id: str, known: _Target, stream: PushStream) -> None:
         """Returns when the stream has ended. A relayed one gives way to a direct one as soon as there can be one."""
@@ -152,14 +177,14 @@ class Pushes:
 
     async def _open_direct(self, peer_id: str) -> PushStream:
         """A stream without a relay, as soon as there can be one."""
-        pause = FIRST_PAUSE
+        pause = PUSHES.first_pause
         while True:
             await self._connector.watch_direct(peer_id).wait()
             try:
                 return await self._connector.open_push(peer_id, direct=True)
             except PeerError:
                 await trio.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                pause = min(2 * pause, PUSHES.longest_pause)
 
 
 class Upstream:

@@ -12,15 +12,21 @@ import trio
 
 from ....protocols import wire_pb2 as wire
 
-CREDITS: Final = 8
-"""Steps that may be under way at once, so that drafts are checked without waiting for those before them."""
-KEPT_REPLIES: Final = 4
-"""Replies are kept for a client that comes back: this number, and up to `CREDITS` of them as long as all take no more
-than `BYTES_IN_FLIGHT`. A client has no more under way, so that each reply which it may still need is kept."""
-BYTES_IN_FLIGHT: Final = 16 << 20
-"""Of outputs that wait until they are sent; also what a client is granted, and so no more than it has asked for."""
-INLINE_BYTES: Final = 1 << 16
-"""Outputs up to this size are sent at once: that takes less than waking another task."""
+
+@dataclass(frozen=True)
+class ReplyPolicy:
+    """What of a session may be under way, and how much of it is kept."""
+
+    credits: int = 8  # Steps at once, so that drafts are checked without waiting for those before them
+    kept: int = 4
+    """Replies that are kept for a client that comes back, and up to `credits` of them as long as all take no more than
+    `bytes_in_flight`. A client has no more under way, so that each reply which it may still need is kept."""
+    bytes_in_flight: int = 16 << 20
+    """Of outputs that wait until they are sent; also what a client is granted, and so no more than it has asked for."""
+    inline: int = 1 << 16  # Bytes of outputs that are sent at once: that takes less than waking another task
+
+
+REPLIES: Final = ReplyPolicy()
 
 
 @dataclass(frozen=True)
@@ -41,11 +47,11 @@ class SentReplies:
     """The last replies of a session, in order."""
 
     def __init__(self) -> None:
-        self._kept: deque[SentReply] = deque(maxlen=CREDITS)
+        self._kept: deque[SentReply] = deque(maxlen=REPLIES.credits)
 
     def add(self, sent: SentReply) -> None:
         self._kept.append(sent)
-        while len(self._kept) > KEPT_REPLIES and sum(kept.nbytes for kept in self._kept) > BYTES_IN_FLIGHT:
+        while len(self._kept) > REPLIES.kept and sum(kept.nbytes for kept in self._kept) > REPLIES.bytes_in_flight:
             self._kept.popleft()
 
     def after(self, answered: int | None) -> list[SentReply]:
@@ -68,10 +74,10 @@ class SendQueue:
 
     async def put(self, nbytes: int, send: Callable[[], Awaitable[None]]) -> None:
         """Calls `send` once those before it are done. Returns before that, but not while too many bytes wait."""
-        if nbytes <= INLINE_BYTES and not self._waiting:
+        if nbytes <= REPLIES.inline and not self._waiting:
             await send()
             return
-        while self._waiting and sum(size for size, _ in self._waiting) + nbytes > BYTES_IN_FLIGHT:
+        while self._waiting and sum(size for size, _ in self._waiting) + nbytes > REPLIES.bytes_in_flight:
             await self._sent.wait()
         self._waiting.append((nbytes, send))
         if len(self._waiting) == 1:

@@ -13,7 +13,7 @@ import trio
 
 from ....crypto.identity import Identity
 from ....crypto.pledge import Pledge
-from ....crypto.receipts import NO_RECEIPT, Receipt, SessionRoot
+from ....crypto.receipts import NO_RECEIPT, Receipt
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import MessageStream, PeerError
 from ....protocols.ids import PROTOCOL_VERSION
@@ -29,10 +29,24 @@ from .admission import Hosted, PrefixCache, check_client, check_terms
 
 log = logging.getLogger(__name__)
 
-OPEN_TIMEOUT: Final = 10.0
-SEND_TIMEOUT: Final = 30.0
-
 F = TypeVar("F", wire.InferenceFrame, wire.BatchFrame, wire.PushFrame)
+
+
+@dataclass(frozen=True)
+class RequestPolicy:
+    """How long requests wait, in seconds, and how many a client may have."""
+
+    open: float = 10.0  # For the first frame of a stream
+    send: float = 30.0  # For a client to read an answer
+    piece: float = 30.0  # The same, and to send, of a piece of a tensor
+    memory: float = 20.0  # For others to give memory back
+    session_idle: float = 1800.0
+    """For which a session that asks nothing keeps its cache; a dead connection is noticed far sooner."""
+    turn: float = 5.0  # Of a push, for the steps before it, which the client may be sending
+    least_open: int = 8  # Of one kind that a client, or an address, may have open as long as there may be any
+
+
+REQUESTS: Final = RequestPolicy()
 
 
 @dataclass
@@ -76,17 +90,13 @@ class RequestContext:
         kind.check(client)
 
 
-LEAST_OPEN: Final = 8
-"""Requests of one kind that a client, or an address, may have open as long as there may be any."""
-
-
 class OpenCount:
     """Counts requests of one kind that are open, of which there may be `most`. A client that is alone, or the clients
     of one address together, may have half of that. They leave as much for others as they have."""
 
     def __init__(self, kind: str, most: int, origins: Origins = ONE_BY_ONE) -> None:
         self._kind = kind
-        self._share = ShareCount(most, LEAST_OPEN)
+        self._share = ShareCount(most, REQUESTS.least_open)
         self._peers = origins
         self._origins: dict[str, str] = {}  # where those that have any open were with the first of these
         self._none = trio.Event()
@@ -132,12 +142,12 @@ async def serve_stream(
     Never raises for anything that the client did.
     """
     try:
-        frame, _ = await stream.receive(timeout=OPEN_TIMEOUT, admit=without_tensors(stream.peer_id))
+        frame, _ = await stream.receive(timeout=REQUESTS.open, admit=without_tensors(stream.peer_id))
         try:
             await serve(stream, frame)
         except Refusal as refusal:
             refused(refusal)
-            await stream.send(type(frame)(error=refusal.to_wire()), timeout=SEND_TIMEOUT)
+            await stream.send(type(frame)(error=refusal.to_wire()), timeout=REQUESTS.send)
         await stream.close()
     except PeerError:
         # The client is gone, silent or speaks nonsense; what it held has been given back on the way here.
@@ -156,18 +166,17 @@ def open_window(stream: MessageStream[F], served: bool) -> None:
 async def reserve(
     budget: MemoryBudget,
     amount: int,
-    wait: float,
     *,
     holder: str,
     never: wire.ErrorCode.ValueType = wire.ERROR_BUSY,
 ) -> Lease:
-    """Memory for a request of the client `holder`, after waiting for it for at most `wait` seconds.
+    """Memory for a request of the client `holder`, after waiting for it for at most `RequestPolicy.memory` seconds.
 
     Raises:
         Refusal: ERROR_BUSY if too little came free, `never` if it is more than there is in all.
     """
     try:
-        return await budget.acquire(amount, wait, holder=holder)
+        return await budget.acquire(amount, REQUESTS.memory, holder=holder)
     except BudgetFull as error:
         raise Refusal(wire.ERROR_BUSY if amount <= budget.capacity else never, str(error)) from None
 
@@ -190,26 +199,11 @@ class ReceiptChain:
         self._client = client
         self._terms = terms
         self._pledge = context.pledger()
-        self.last = self._root(prefix_tokens)
-
-    def _root(self, prefix_tokens: int) -> bytes:
-        terms = self._terms
-        if isinstance(terms, BatchTerms):
-            return NO_RECEIPT
-        return SessionRoot(
-            client=self._client,
-            nonce=terms.nonce,
-            session_epoch=self.epoch,
-            model_version=terms.model_version,
-            span=(terms.span.start, terms.span.end),
-            batch=terms.batch,
-            left_padding=terms.left_padding,
-            codec=terms.codec,
-            dtype=terms.dtype,
-            adapter=terms.adapter,
-            pledge=self._pledge.hash() if self._pledge is not None else b"",
-            prefix=terms.prefix[prefix_tokens // BLOCK_TOKENS - 1] if prefix_tokens else b"",
-        ).hash()
+        self.last = NO_RECEIPT
+        if isinstance(terms, SessionTerms):
+            pledge = self._pledge.hash() if self._pledge is not None else b""
+            prefix = terms.prefix[prefix_tokens // BLOCK_TOKENS - 1] if prefix_tokens else b""
+            self.last = terms.root(client, self.epoch, pledge, prefix)
 
     def granted(self) -> dict[str, Any]:
         """The fields of Granted and BatchGranted that say what the receipts will stand for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -27,23 +28,31 @@ from .adapters import Adapters
 from .admission import PriorityPayments, prefix_scope
 from .batch_requests import BatchMemory, BatchRequests
 from .pushes import PushConnector, PushStream, Upstream
-from .request import SEND_TIMEOUT, OpenCount, RequestContext, not_held, open_window, serve_stream
-from .session import IDLE_TIMEOUT, InferenceStream, ServerSession
+from .request import REQUESTS, OpenCount, RequestContext, not_held, open_window, serve_stream
+from .session import InferenceStream, ServerSession
 
 log = logging.getLogger(__name__)
 
-MAX_WAIT: Final = 60.0
-MAX_KEEP: Final = 120.0
-"""Seconds that a session may ask to be kept when its client is lost. Its cache goes to whoever needs it before that."""
-FIRST_PUSH_TIMEOUT: Final = 60.0
-"""For streams that are opened ahead. If this is too short the client sends the first step itself; nothing is lost."""
-MAX_SESSIONS: Final = 1024
-MAX_STREAMS: Final = 512
-"""Of batches. A client that is alone may have half of either."""
-BATCH_SHARE: Final = 0.05
-"""Parts of the free memory: for batches under way, for what clients want kept, and for what autograd keeps."""
-KEPT_SHARE: Final = 0.05
-ACTIVATION_SHARE: Final = 0.15
+
+@dataclass(frozen=True)
+class ServicePolicy:
+    """What all clients together may have of a hosted span. Times in seconds."""
+
+    most_wait: float = 60.0  # For cache
+    most_keep: float = 120.0
+    """For which a session may ask to be kept when its client is lost. Its cache goes to who needs it before that."""
+    first_push: float = 60.0
+    """For streams that are opened ahead. If this is too short the client sends the first step itself; nothing is
+    lost."""
+    most_sessions: int = 1024
+    most_streams: int = 512  # Of batches. A client that is alone may have half of either
+    batch_share: float = 0.05
+    """Parts of the free memory: for batches under way, for what clients want kept, and for what autograd keeps."""
+    kept_share: float = 0.05
+    activation_share: float = 0.15
+
+
+SERVICE: Final = ServicePolicy()
 
 
 class RequestService:
@@ -70,9 +79,9 @@ class RequestService:
         self._payments = payments
         self._on_change = on_change
         self._by_key: dict[tuple[str, bytes], ServerSession] = {}
-        self._sessions = OpenCount("sessions", MAX_SESSIONS, context.origins)
-        self._batches = OpenCount("batches", MAX_STREAMS, context.origins)
-        self._streams = OpenCount("streams of batches", MAX_STREAMS, context.origins)
+        self._sessions = OpenCount("sessions", SERVICE.most_sessions, context.origins)
+        self._batches = OpenCount("batches", SERVICE.most_streams, context.origins)
+        self._streams = OpenCount("streams of batches", SERVICE.most_streams, context.origins)
         self._memory = _batch_memory(context)
         cache.on_change = self._limit_prefixes
         self._limit_prefixes(cache.free)
@@ -128,7 +137,7 @@ class RequestService:
                     if terms.shares and scope is not None:
                         shared = PrefixUse(scope, PrefixNames(terms.prefix_root), terms.keeps)
                     compute = await self.context.compute.open(terms, stream.peer_id, adapter, paid, shared)
-                    keep = min(frame.open.keep_ms / 1000, MAX_KEEP)
+                    keep = min(frame.open.keep_ms / 1000, SERVICE.most_keep)
                     session = ServerSession(
                         self.context,
                         stream.peer_id,
@@ -162,7 +171,7 @@ class RequestService:
         paid = payment is not None
         try:
             tokens = self.context.compute.blocks.cache_tokens(terms.batch, terms.max_length)
-            lease = await self._cache_for(stream, tokens, min(opened.wait_ms / 1000, MAX_WAIT), paid)
+            lease = await self._cache_for(stream, tokens, min(opened.wait_ms / 1000, SERVICE.most_wait), paid)
         except BaseException:
             if self._payments is not None:
                 self._payments.give_back(payment)
@@ -195,16 +204,16 @@ class RequestService:
         Who may push, and what, is settled by the header of a push: nothing else is waited for from a stranger. A stream
         on which no push has been taken is not kept open for long.
         """
-        timeout = FIRST_PUSH_TIMEOUT
+        timeout = SERVICE.first_push
         while True:
             try:
                 frame, payloads = await stream.receive(timeout=timeout, admit=partial(self._admit_push, stream))
                 session = self._pushed_session(frame)
                 await session.take_push(frame.push, frame.tensors[0], payloads[0], stream.peer_id)
                 open_window(stream, served=True)
-                timeout = IDLE_TIMEOUT
+                timeout = REQUESTS.session_idle
             except Refusal as refusal:
-                await stream.send(wire.PushFrame(error=refusal.to_wire()), timeout=SEND_TIMEOUT)
+                await stream.send(wire.PushFrame(error=refusal.to_wire()), timeout=REQUESTS.send)
                 return
 
     def _admit_push(self, stream: PushStream, frame: wire.PushFrame) -> None:
@@ -252,9 +261,9 @@ def _batch_memory(context: RequestContext) -> BatchMemory:
     width = context.hosted.width(context.hosted.span.start)
     largest = 4 * MICRO_BATCH_TOKENS * width * 4  # a backward pass and its reply, in float32
     return BatchMemory(
-        MemoryBudget(max(int(BATCH_SHARE * free), 2 * largest), "MiB for batches", 1 << 20),
-        MemoryBudget(int(KEPT_SHARE * free), "MiB for tensors that are kept", 1 << 20),
-        SpanPasses(context.compute.blocks, int(ACTIVATION_SHARE * on_device)),
+        MemoryBudget(max(int(SERVICE.batch_share * free), 2 * largest), "MiB for batches", 1 << 20),
+        MemoryBudget(int(SERVICE.kept_share * free), "MiB for tensors that are kept", 1 << 20),
+        SpanPasses(context.compute.blocks, int(SERVICE.activation_share * on_device)),
     )
 
 

@@ -7,7 +7,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
 
 import trio
 
@@ -28,15 +27,10 @@ from ..steps import ComputeSession, StepInput, StepOutput
 from ..tallies import ServedSession
 from .admission import check_step, check_step_tensors, is_prompt, layouts_known, step_tokens
 from .pushes import PushConnector, Pushes, Upstream
-from .replies import BYTES_IN_FLIGHT, CREDITS, SendQueue, SentReplies, SentReply
-from .request import SEND_TIMEOUT, ReceiptChain, RequestContext, not_held, open_window
+from .replies import REPLIES, SendQueue, SentReplies, SentReply
+from .request import REQUESTS, ReceiptChain, RequestContext, not_held, open_window
 
 InferenceStream = MessageStream[wire.InferenceFrame]
-
-IDLE_TIMEOUT: Final = 1800.0
-"""A session that asks nothing for this long gives its cache back; a dead connection is noticed far sooner."""
-TURN_TIMEOUT: Final = 5.0
-"""For which a push waits for the steps before it, which the client may be sending."""
 
 
 @dataclass(eq=False)
@@ -187,9 +181,9 @@ class ServerSession:
                 missing = self._replies.after(answered)
                 self._sent_again = missing[-1].sequence if missing else 0
                 open_window(stream, self._served)
-                await stream.send(wire.InferenceFrame(granted=self._granted()), timeout=SEND_TIMEOUT)
+                await stream.send(wire.InferenceFrame(granted=self._granted()), timeout=REQUESTS.send)
                 for sent in missing:
-                    await stream.send(sent.frame, sent.payloads, timeout=SEND_TIMEOUT)
+                    await stream.send(sent.frame, sent.payloads, timeout=REQUESTS.send)
             except BaseException:
                 self._detach(stream)
                 raise
@@ -225,7 +219,7 @@ class ServerSession:
             self._over = True
             if self._stream is not None and self._stream is not stream:  # where the client listens now
                 with suppress(PeerError):
-                    await self._stream.send(wire.InferenceFrame(error=refusal.to_wire()), timeout=SEND_TIMEOUT)
+                    await self._stream.send(wire.InferenceFrame(error=refusal.to_wire()), timeout=REQUESTS.send)
             raise
         finally:
             self._detach(stream)
@@ -236,7 +230,7 @@ class ServerSession:
             **self._receipts.granted(),
             cache_tokens=self._terms.cache_tokens,
             codec=self._terms.codec,
-            credits=CREDITS,
+            credits=REPLIES.credits,
             max_step_tokens=step_tokens(self._terms.batch),
             keep_ms=round(self._keep * 1000),
             position=self._position,
@@ -244,14 +238,14 @@ class ServerSession:
             last_receipt=self._receipts.last,
             priority=self._paid,
             prefix_tokens=self._begun_at,
-            bytes_in_flight=BYTES_IN_FLIGHT,
+            bytes_in_flight=REPLIES.bytes_in_flight,
             **layouts_known(self._context.hosted),
         )
 
     async def _listen(self, stream: InferenceStream) -> None:
         """Takes steps from `stream` until the client closes the session there."""
         while True:
-            frame, payloads = await stream.receive(timeout=IDLE_TIMEOUT, admit=partial(self._admit, stream))
+            frame, payloads = await stream.receive(timeout=REQUESTS.session_idle, admit=partial(self._admit, stream))
             body = frame.WhichOneof("body")
             if self._stream is not stream or (stream.is_lost and body == "step" and is_prompt(frame.tensors)):
                 raise StreamClosed("the client has left, or gone on with another stream", stream.peer_id)
@@ -264,7 +258,7 @@ class ServerSession:
             except Refusal as refusal:
                 if refusal.code != wire.ERROR_TOO_LONG:
                     raise
-                await stream.send(wire.InferenceFrame(error=refusal.to_wire()), timeout=SEND_TIMEOUT)
+                await stream.send(wire.InferenceFrame(error=refusal.to_wire()), timeout=REQUESTS.send)
 
     def _admit(self, stream: InferenceStream, frame: wire.InferenceFrame) -> None:
         """Tensors that the session's terms do not allow are not waited for."""
@@ -295,7 +289,7 @@ class ServerSession:
         prompt = is_prompt([tensor])
         self._early_pushes += 1
         try:
-            with trio.move_on_after(TURN_TIMEOUT):
+            with trio.move_on_after(REQUESTS.turn):
                 while self._is_early(push.step) or (prompt and self._is_alone):
                     await self._changed.wait()
         finally:
@@ -306,7 +300,7 @@ class ServerSession:
 
     def _is_early(self, step: wire.Step) -> bool:
         """Whether steps before it may still come."""
-        return self._sequence + 1 < step.sequence <= self._sequence + CREDITS and not self._over
+        return self._sequence + 1 < step.sequence <= self._sequence + REPLIES.credits and not self._over
 
     @property
     def _is_alone(self) -> bool:
@@ -435,7 +429,7 @@ class ServerSession:
             if sent.sequence <= self._sent_again and not asked_again:
                 return  # a stream was attached since the reply was made, and began with it
             with suppress(PeerError):  # noticed by whoever reads the stream; a pusher must not suffer for it
-                await stream.send(sent.frame, sent.payloads, timeout=SEND_TIMEOUT)
+                await stream.send(sent.frame, sent.payloads, timeout=REQUESTS.send)
                 self._served = True
                 open_window(stream, self._served)
 

@@ -64,15 +64,15 @@ MESSAGES: Final[Mapping[str, Row]] = {
         SERVER, INFERENCE, "", f"{_A}test_claimed_compute.py", f"{_A}test_two_answers.py", fuzz="answers to steps"
     ),
     "InferenceFrame.error": of(SERVER, INFERENCE, fuzz="answers to steps"),
-    "InferenceFrame.close": of(CLIENT, INFERENCE, f"{SERVICE}.MAX_KEEP", fuzz="sessions and pushes"),
+    "InferenceFrame.close": of(CLIENT, INFERENCE, f"{SERVICE}.SERVICE.most_keep", fuzz="sessions and pushes"),
     "InferenceFrame.resume": of(
-        CLIENT, INFERENCE, f"{SERVICE}.MAX_KEEP", "tests/swarm/test_resume.py", fuzz="sessions and pushes"
+        CLIENT, INFERENCE, f"{SERVICE}.SERVICE.most_keep", "tests/swarm/test_resume.py", fuzz="sessions and pushes"
     ),
     "PushFrame.push": of(
         PEER, "as /petalnode/push/1", "", f"{_A}test_rejected_push.py", f"{_A}test_abandoned_prompts.py"
     ),
     "PushFrame.error": of(SERVER, "as /petalnode/push/1", fuzz="sessions and pushes"),
-    "BatchFrame.open": of(CLIENT, BATCH, f"{SERVICE}.MAX_STREAMS", fuzz="batches"),
+    "BatchFrame.open": of(CLIENT, BATCH, f"{SERVICE}.SERVICE.most_streams", fuzz="batches"),
     "BatchFrame.granted": of(SERVER, BATCH, "node.client.batch.batch_stream.MAX_CREDITS", fuzz="answers to batches"),
     "BatchFrame.keep": of(
         CLIENT, BATCH, "protocols.training.MAX_KEPT_TENSORS", f"{_A}test_memory_of_a_node.py", fuzz="batches"

@@ -180,8 +180,8 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     "/petalnode/inference/1": Row(
         CLIENT,
         f"{FRAMING}.MAX_HEADER protocols.inference.MAX_STEP_BYTES {MEMORY}.budgets_of",
-        f"{REQUEST}.OPEN_TIMEOUT {FRAMING}.PATIENCE {FRAMING}.LEAST_RATE",
-        f"{SERVICE}.MAX_SESSIONS {STREAMS}.SHARES.max_served {STREAMS}.SHARES.least_served",
+        f"{REQUEST}.REQUESTS.open {FRAMING}.PATIENCE {FRAMING}.LEAST_RATE",
+        f"{SERVICE}.SERVICE.most_sessions {STREAMS}.SHARES.max_served {STREAMS}.SHARES.least_served",
         ("tests/attacks/test_payload_before_permission.py", "tests/attacks/test_hoarded_cache.py"),
         ("sessions and pushes",),
         ("unread bytes", "hoarded cache", "busy sessions", "abandoned prompts"),
@@ -189,7 +189,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     "/petalnode/push/1": Row(
         "any peer, as the server before",
         f"{FRAMING}.MAX_HEADER protocols.inference.MAX_STEP_BYTES",
-        f"{SERVICE}.FIRST_PUSH_TIMEOUT node.server.requests.pushes.PUSH_TIMEOUT",
+        f"{SERVICE}.SERVICE.first_push node.server.requests.pushes.PUSHES.timeout",
         f"{STREAMS}.SHARES.max_served",
         ("tests/attacks/test_rejected_push.py", "tests/attacks/test_push_after_replacement.py"),
         ("sessions and pushes",),
@@ -218,8 +218,8 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     "/petalnode/forward/1": Row(
         CLIENT,
         f"protocols.training.MAX_HEADER {FRAMING}.MAX_PAYLOAD {MEMORY}.budgets_of",
-        "node.server.requests.batch_requests.PIECE_TIMEOUT node.server.requests.batch_requests.IDLE_TIMEOUT",
-        f"{SERVICE}.MAX_STREAMS protocols.training.MAX_KEPT_TENSORS",
+        f"{REQUEST}.REQUESTS.piece node.server.requests.batch_requests.BATCHES.idle",
+        f"{SERVICE}.SERVICE.most_streams protocols.training.MAX_KEPT_TENSORS",
         ("tests/attacks/test_memory_of_a_node.py",),
         ("batches",),
         ("batches and adapters", "garbage"),
@@ -227,8 +227,8 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     "/petalnode/backward/1": Row(
         CLIENT,
         f"protocols.training.MAX_HEADER {FRAMING}.MAX_PAYLOAD {MEMORY}.budgets_of",
-        "node.server.requests.batch_requests.PIECE_TIMEOUT node.server.requests.batch_requests.GRADIENT_TIMEOUT",
-        f"{SERVICE}.MAX_STREAMS protocols.training.MAX_KEPT_TENSORS",
+        f"{REQUEST}.REQUESTS.piece node.server.requests.batch_requests.BATCHES.gradient",
+        f"{SERVICE}.SERVICE.most_streams protocols.training.MAX_KEPT_TENSORS",
         ("tests/attacks/test_memory_of_a_node.py",),
         ("batches",),
         ("batches and adapters", "garbage"),
@@ -236,8 +236,8 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     "/petalnode/adapter/1": Row(
         CLIENT,
         "protocols.adapter.MAX_HEADER protocols.adapter.MAX_ADAPTER_BYTES",
-        "node.server.requests.adapters.BRING_TIMEOUT node.server.requests.adapters.PIECE_TIMEOUT",
-        "node.server.requests.adapters.MAX_STREAMS protocols.adapter.MAX_ADAPTER_TENSORS",
+        f"node.server.requests.adapters.ADAPTERS.bring {REQUEST}.REQUESTS.piece",
+        "node.server.requests.adapters.ADAPTERS.most_streams protocols.adapter.MAX_ADAPTER_TENSORS",
         ("tests/attacks/test_memory_of_a_node.py", "tests/attacks/test_adapter_patterns.py"),
         ("adapters from clients", "names of an adapter's tensors"),
         ("batches and adapters", "garbage"),
