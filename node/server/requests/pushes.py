@@ -31,7 +31,7 @@ PushStream = MessageStream[wire.PushFrame]
 
 
 @dataclass(frozen=True)
-class PushPolicy:
+class StepPushPolicy:
     """How long a server tries to push, in seconds, and to how many others."""
 
     refresh: float = 5.0  # For peers to say where a server is of which only the client has heard
@@ -44,7 +44,7 @@ class PushPolicy:
     most_targets: int = 8  # Of one session: more than a client that changes its chain ever needs at once
 
 
-PUSHES: Final = PushPolicy()
+PUSHES: Final = StepPushPolicy()
 
 
 class PushConnector:
