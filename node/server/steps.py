@@ -7,11 +7,11 @@ prefill, tensors to bytes. All of it runs on the compute thread.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -34,7 +34,7 @@ from .turns import Shares, Turn, Waiting, next_turn, pass_wait
 
 log = logging.getLogger(__name__)
 
-_SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
+_SCHEDSTAT: Final = "/proc/thread-self/schedstat"
 _LARGE: Final = 1 << 16
 """Bytes of a step from which on hashing and unpacking it counts."""
 OnComputed = Callable[[int, float, float], None]
@@ -177,7 +177,8 @@ class StepRunner:
 
     def add(self, step: QueuedStep) -> None:
         """Unpacks a step, which then waits for its turn; answers it at once if that fails."""
-        begun, core = time.perf_counter(), CoreTime(self._blocks.device)
+        begun = time.perf_counter()
+        core = CoreTime(self._blocks.device) if len(step.input.payload) >= _LARGE else None
         try:
             self._unpack(step)
         except Exception as error:
@@ -185,7 +186,7 @@ class StepRunner:
         else:
             self._waiting.append(step)
             self._gathering.came(step.session, step.arrived)
-        if len(step.input.payload) >= _LARGE:
+        if core is not None:
             now = time.perf_counter()
             self.accounts.note_other(step.session.client, now - begun, now, core.part())
 
@@ -395,7 +396,11 @@ class CoreTime:
         if not self._counts:
             return 0.0
         try:
-            return int(_SCHEDSTAT.read_bytes().split()[1]) / 1e9
+            file = os.open(_SCHEDSTAT, os.O_RDONLY)  # a third of the time of `Path.read_bytes`; each step does it twice
+            try:
+                return int(os.read(file, 64).split()[1]) / 1e9
+            finally:
+                os.close(file)
         except (OSError, ValueError, IndexError):
             return 0.0
 
