@@ -37,7 +37,7 @@ from .caches.own_states import keep_states_in_caches
 from .config import refuse_outside_inputs
 from .images.language_part import Uninitialised, causal_model
 from .kernels.library import library
-from .kernels.tiles import STORED, TiledMatrix, held_as
+from .kernels.tiles import LANES, STORED, TiledMatrix, held_as
 from .quantisation.stored import StoredQuantised
 
 _OPENED_ROWS: Final = 256  # of a matrix, at a time
@@ -377,7 +377,7 @@ class _Opened:
         """The same values, to the bit, in a tenth of the time: of the matrix [out, in]."""
         if held_as(kind, shape) is None:
             return self.stored.turned(self.stored.values(self.name), self.name)
-        matrix = TiledMatrix.of_stored(kind, self.stored.stored(self.name), shape)
+        matrix = TiledMatrix.of_stored(kind, self.stored.pieces(self.name, None, LANES), shape)
         opened = torch.empty(shape)
         for start in range(0, shape[0], _OPENED_ROWS):
             end = min(start + _OPENED_ROWS, shape[0])

@@ -7,7 +7,7 @@ import json
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import accumulate
@@ -149,10 +149,13 @@ def _read_into(file: Path, start: int, view: memoryview) -> None:
         raise ModelError(f"Cannot read {file}: {error.strerror}.") from error
 
 
-def _hash_piece(reader: PartReader, piece: int, count: ProgressSum) -> bytes:
-    data = reader.read(piece)
-    count.add(len(data))
-    return hashlib.sha256(data).digest()
+def _hash_pieces(reader: PartReader, pieces: range, count: ProgressSum) -> bytes:
+    found = []
+    for piece in pieces:
+        data = reader.read(piece)
+        count.add(len(data))
+        found.append(hashlib.sha256(data).digest())
+    return b"".join(found)
 
 
 def _hash_parts(readers: Mapping[Part, PartReader], progress: Progress, what: str) -> dict[Part, Tree]:
@@ -161,7 +164,7 @@ def _hash_parts(readers: Mapping[Part, PartReader], progress: Progress, what: st
     # hashlib lets go of the interpreter's lock, so threads do help
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1), thread_name_prefix="sha256") as pool:
         futures = {
-            part: [pool.submit(_hash_piece, reader, piece, count) for piece in range(count_pieces(reader.nbytes))]
+            part: [pool.submit(_hash_pieces, reader, pieces, count) for pieces in _runs(count_pieces(reader.nbytes))]
             for part, reader in readers.items()
         }
         try:
@@ -172,6 +175,11 @@ def _hash_parts(readers: Mapping[Part, PartReader], progress: Progress, what: st
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _runs(pieces: int) -> Iterator[range]:
+    """Some pieces at a time: of a large model one by one, what a thread pool notes of them takes 80 MB."""
+    return (range(first, min(first + 16, pieces)) for first in range(0, pieces, 16))
 
 
 def _stamp(checkpoint: Checkpoint, part: Part) -> str:

@@ -155,7 +155,7 @@ def _read_gguf(folder: Path) -> None:
             shape = row_count(tensor), tensor.shape[-1]
             if library() is not None and held_as(tensor.kind, shape) is not None:
                 rows = stored_rows(file, tensor, 0, shape[0])
-                TiledMatrix.of_stored(tensor.kind, rows, shape).rows(0, shape[0], torch.float32)
+                TiledMatrix.of_stored(tensor.kind, [rows], shape).rows(0, shape[0], torch.float32)
 
 
 _TENSORS: Final = {

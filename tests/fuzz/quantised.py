@@ -117,11 +117,11 @@ def read(folder: Path) -> None:
         stored = StoredQuantised(weights, stored_scheme(stated), {f"{MATRIX}.weight": "weight"}, {"weight": SHAPE})
         kind = stored.kind("weight") if f"{MATRIX}.weight" in stored.sources else None
         if kind is not None:
-            rows = stored.stored("weight")
+            (rows,) = stored.pieces("weight", None, 1)
             _, _, inputs, nbytes = STORED[kind]
             assert rows.shape == (SHAPE[0], SHAPE[1] // inputs * nbytes)
             if library() is not None and held_as(kind, SHAPE) is not None:
-                TiledMatrix.of_stored(kind, rows, SHAPE).rows(0, SHAPE[0], torch.float32)
+                TiledMatrix.of_stored(kind, [rows], SHAPE).rows(0, SHAPE[0], torch.float32)
         for key in stored.sources:
             stored.values(key)
 

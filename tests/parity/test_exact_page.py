@@ -174,7 +174,7 @@ def test_products_with_packed_weights_by_the_page(kind: str, kernels: Library) -
     out, inputs = 48, 96
     rows = stored_rows(kind, (out, inputs), np.random.default_rng(2))
     x = torch.randn(3, inputs, generator=torch.Generator().manual_seed(2))
-    matrix = TiledMatrix.of_stored(kind, rows, (out, inputs))
+    matrix = TiledMatrix.of_stored(kind, [rows], (out, inputs))
     given = matrix.by_kernels(x)
     matrix.round_rows()
     with_rounded = matrix.by_kernels(x)

@@ -14,6 +14,7 @@ from petalnode.node.server.lifecycle.memory import (
     claimed_by_others,
     container_limit,
     device_memory,
+    library_pages,
     unused,
 )
 
@@ -90,3 +91,38 @@ def test_damaged_and_reused_numbers_claims_count_nothing(cache: Path) -> None:
 def test_mapped_weights_are_not_in_use_yet() -> None:
     assert unused(0) == 0
     assert unused(1 << 40) > 0.9 * (1 << 40)
+
+
+def test_unwritten_pages_of_libraries_are_found() -> None:
+    def region(place: str, rights: str, file: str, anonymous: int) -> str:
+        size = f"Rss:                  64 kB\nAnonymous:      {anonymous:8} kB\n"
+        return f"{place} {rights} 00000000 fe:00 77 {file}\nSize:                 64 kB\n{size}VmFlags: rd mr mw me\n"
+
+    said = [
+        region("7f0000000000-7f0000010000", "r-xp", "                    /usr/lib/libtorch_cpu.so", 0),
+        region("7f0000010000-7f0000020000", "r--p", "                    /usr/lib/libc.so.6", 0),
+        region("7f0000020000-7f0000030000", "r--p", "                    /usr/lib/libc.so.6", 8),  # relocated
+        region("7f0000030000-7f0000040000", "rw-p", "                    /usr/lib/libc.so.6", 0),
+        region("7f0000040000-7f0000050000", "r--p", "                    /home/ann/model.gguf", 0),
+        region("7f0000050000-7f0000060000", "r-xp", "", 0),
+    ]
+    found = [(0x7F0000000000, 0x7F0000010000), (0x7F0000010000, 0x7F0000020000)]
+    assert library_pages("".join(said)) == found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mappings of Linux")
+def test_memory_is_returned_and_libraries_work_on() -> None:
+    """In a process of its own, which has torch and has used it."""
+    program = """
+import torch
+from petalnode.node.server.lifecycle.memory import return_memory
+def files():
+    said = open("/proc/self/status").read()
+    return int(said.partition("RssFile:")[2].split()[0])
+before = files()
+return_memory()
+after = files()
+assert after < before / 2, (before, after)
+assert torch.ones(300, 300).matmul(torch.ones(300, 300)).sum() == 300**3
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -73,7 +73,7 @@ def held(kind: str, shape: tuple[int, int] | None = None) -> tuple[TiledMatrix, 
     rows = np.ascontiguousarray(stored_rows(kind, shape, np.random.default_rng(3))).view(np.uint8)
     values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
     exact = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(shape)
-    return TiledMatrix.of_stored(kind, rows, shape), exact, rows.nbytes
+    return TiledMatrix.of_stored(kind, [rows], shape), exact, rows.nbytes
 
 
 def matrices() -> list[tuple[str, TiledMatrix, torch.Tensor]]:
@@ -117,10 +117,21 @@ def test_formless_weights_are_known_before_they_are_read() -> None:
     rows = stored_rows("Q4_K", (16, 256), np.random.default_rng(0))
     for shape in ((32, 128), (32, 256), (16, 512), (15, 256)):
         with pytest.raises(ValueError, match="not the bytes of a matrix"):
-            TiledMatrix.of_stored("Q4_K", rows, shape)
+            TiledMatrix.of_stored("Q4_K", [rows], shape)
     for odd in (rows[:, :-1], rows[::2]):
         with pytest.raises(ValueError, match="not the bytes of a matrix"):
-            TiledMatrix.of_stored("Q4_K", odd, (len(odd), 256))
+            TiledMatrix.of_stored("Q4_K", [odd], (len(odd), 256))
+    for parts in ([rows[:8], rows[8:]], [rows, rows], [rows[:0]]):
+        with pytest.raises(ValueError, match="not the bytes of a matrix"):
+            TiledMatrix.of_stored("Q4_K", parts, (16, 256))
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_matrix_read_in_pieces_is_same(kind: str) -> None:
+    rows = np.ascontiguousarray(stored_rows(kind, (84, 512), np.random.default_rng(5))).view(np.uint8)
+    whole = TiledMatrix.of_stored(kind, [rows], (84, 512)).tensors()
+    parts = TiledMatrix.of_stored(kind, [rows[:32], rows[32:48], rows[48:]], (84, 512)).tensors()
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
 def test_values_are_those_of_weights_to_bit(isa: str) -> None:

@@ -43,7 +43,7 @@ class HeadMatrices(QuantisedMatrix):
     def of_stored(cls, stored: GgufWeights, name: str, shape: tuple[int, int]) -> HeadMatrices:
         """As `TiledMatrix.of_stored`, of a parameter that has `GgufWeights.of_heads`."""
         parts = enumerate(stored.of_heads(name))
-        keys, values = (TiledMatrix.of_stored(kind, stored.stored_heads(name, at), own) for at, (kind, own) in parts)
+        keys, values = (TiledMatrix.of_stored(kind, [stored.stored_heads(name, at)], own) for at, (kind, own) in parts)
         return cls(keys, values, shape)
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -162,7 +162,7 @@ class Packer:
         name = self.skeleton.parameter(number, slot.parameter)
         if isinstance(stored, GgufWeights) and stored.of_heads(name):
             return HeadMatrices.of_stored(stored, name, slot.shape)
-        matrix = TiledMatrix.of_stored(str(stored.kind(name)), stored.stored(name, slot.expert), slot.shape)
+        matrix = TiledMatrix.of_stored(str(stored.kind(name)), stored.pieces(name, slot.expert, LANES), slot.shape)
         if self.rounds:
             matrix.round_rows()
         return matrix
@@ -384,7 +384,7 @@ def _whole(stored: GgufWeights, name: str, weight: Tensor) -> TiledMatrix | None
     kind = stored.kind(name) if name in stored.sources else None
     if kind is None or held_as(kind, shape) is None:
         return None
-    return TiledMatrix.of_stored(kind, stored.stored(name), shape)
+    return TiledMatrix.of_stored(kind, stored.pieces(name, None, LANES), shape)
 
 
 def use_packed_head(skeleton: Skeleton, weights: Checkpoint, found: Library | None) -> None:

@@ -26,7 +26,7 @@ from ..span_adapter import AdapterRows, SpanAdapter
 from .changes import FORM_F32, FORM_F32_COLUMNS, Changes
 from .delta import describe_delta, entering_states, layout_of, mixing_floats
 from .latents import describe_latents, has_latents, in_two, score_floats
-from .library import Block, Change, Library, Matrix, Row, Shape, StepStruct, Unsuitable
+from .library import MOST_THREADS, Block, Change, Library, Matrix, Row, Shape, StepStruct, Unsuitable
 from .tiles import LANES, MOST_ROWS, TiledMatrix, rows_of
 
 _MODEL_TYPES: Final = frozenset(
@@ -39,8 +39,8 @@ _MODEL_TYPES: Final = frozenset(
 _ACTIVATIONS: Final = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2}
 _HELD: Final[dict[CacheDtype, int]] = {"auto": 0, "float32": 0, "bfloat16": 1, "int8": 2}
 """As `enum held` counts them."""
-_TOGETHER: Final = 256
-"""Rows that are computed at once, where there are more: their memory is bounded, and the bits are the same."""
+_SCRATCH_FLOATS: Final = 4 << 20
+"""That rows take at once where there are more, of 64 to 256: the bits are the same."""
 _ATTENDED: Final = 16
 """As in kernels.c."""
 _ROUTING: Final = {
@@ -67,6 +67,7 @@ class SpanStep:
         exact: any number of tokens is taken, with the bits that docs/exact.md defines.
 
     Attributes:
+        takes_prompts: whether any number of tokens is taken: if exact, or if all matrices are packed.
         threads: that compute a step, if no other thread of the process has them; the results are the same.
         counts: of experts, as `QuantisedExperts` has them.
 
@@ -91,9 +92,8 @@ class SpanStep:
         kept = {(spec.heads, spec.key_dim, spec.value_dim) for spec in specs if spec.heads} or {(1, LANES, LANES)}
         if len(kept) != 1:
             raise Unsuitable("blocks that keep different things")
-        self.threads = 1
+        self.threads, self.takes_prompts = 1, True
         self.counts = (ctypes.c_int64 * 2)()
-        self._exact = exact
         self._functions, self._config = found.functions, config
         one_more = ("gemma", "qwen3_5", "qwen3_next")  # whose norms multiply with 1 + weight
         self._one_more = config.model_type.startswith(one_more)
@@ -118,13 +118,16 @@ class SpanStep:
         parts = not self._shape.latent or self._shape.rotary_dim == specs[0].value_dim
         if not parts or len(self._turning) != len(turning) or len({len(of) for of, _ in self._turning}) > 1:
             raise Unsuitable("rotary positions of another kind")
-        self._scratch = torch.empty(0)
-        self._changes = Changes(self._layers)
+        self._scratch, self._changes = torch.empty(0), Changes(self._layers)
+        of_row = self._functions.petalnode_step_scratch(ctypes.byref(self._shape), 1, 0, 0)
+        self._together = min(max(_SCRATCH_FLOATS // of_row, 64), 256)
+        apart = self._shape.latent or self._shape.mixing or torch.get_num_threads() > MOST_THREADS
+        self.takes_prompts = exact or (self.takes_prompts and not apart)
 
     def takes(self, caches: Sequence[SpanCache], adapters: Sequence[AdapterRows] = (), tokens: int = 1) -> bool:
         """Whether `tokens` tokens of each row of these sessions are few enough, and the adapters known."""
         few = tokens * sum(cache.batch for cache in caches) <= MOST_ROWS
-        return (few or self._exact) and all(self.knows(use.adapter) for use in adapters)
+        return (few or self.takes_prompts) and all(self.knows(use.adapter) for use in adapters)
 
     def knows(self, adapter: SpanAdapter) -> bool:
         """Whether all layers that it changes are known."""
@@ -141,7 +144,7 @@ class SpanStep:
             hidden: float32 [rows of all caches, tokens, hidden size].
             adapters: which change the blocks for some of the rows; `takes` has agreed to them.
         """
-        pieces = torch.split(hidden, max(1, _TOGETHER // len(hidden)), dim=1)
+        pieces = torch.split(hidden, max(1, self._together // len(hidden)), dim=1)
         done = [0, *accumulate(piece.shape[1] for piece in pieces)]
         outputs = [self._run(piece, at, caches, adapters) for piece, at in zip(pieces, done, strict=False)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
@@ -206,8 +209,7 @@ class SpanStep:
         if attention is None:
             raise Unsuitable("attention of another kind")
         self._describe_norms(described, block)
-        layout = layout_of(attention)
-        if layout is not None:
+        if (layout := layout_of(attention)) is not None:
             delta = describe_delta(attention, layout, spec.states, self._matrix, self._pointer)
             self._kept.append(delta)
             described.delta = ctypes.addressof(delta)
@@ -229,8 +231,7 @@ class SpanStep:
         else:
             self._describe_attention(index, attention)
         mlp: Any = _submodule(block, "mlp")
-        experts = _submodule(mlp, "experts")
-        if experts is not None:
+        if (experts := _submodule(mlp, "experts")) is not None:
             self._describe_experts(described, mlp, experts)
         else:
             self._describe_mlp(index, mlp)
@@ -254,8 +255,7 @@ class SpanStep:
                 continue
             weight = (1.0 + norm.weight.detach()) if self._one_more else norm.weight
             setattr(described, field, self._pointer(weight))
-            bias = getattr(norm, "bias", None)
-            if bias is not None:
+            if (bias := getattr(norm, "bias", None)) is not None:
                 setattr(described, field.replace("norm", "bias"), self._pointer(bias))
             described.whole = described.whole or (field == "query_norm" and len(weight) != self._shape.head_dim)
             self._shape.eps = float(getattr(norm, "variance_epsilon", 0.0) or norm.eps)
@@ -283,8 +283,7 @@ class SpanStep:
 
     def _describe_mlp(self, index: int, mlp: Any) -> None:
         described = self._blocks[index]
-        together = _submodule(mlp, "gate_up_proj")
-        if together is not None:
+        if (together := _submodule(mlp, "gate_up_proj")) is not None:
             half = _outputs(together) // 2
             described.gate = rows_of(self._matrix(together), 0, half)
             described.up = rows_of(self._matrix(together), half, half)
@@ -350,6 +349,7 @@ class SpanStep:
         if isinstance(experts, QuantisedExperts):
             found = [self._tiled(one) for one in experts.up], [self._tiled(one) for one in experts.down]
         else:
+            self.takes_prompts = False
             found = self._float_experts(experts)
         for name, matrices in zip(("gate_up_proj_bias", "down_proj_bias"), found, strict=True):
             biases = experts._parameters.get(name)
@@ -374,6 +374,7 @@ class SpanStep:
         self._layers[module] = (index, _LAYERS.index(field))
 
     def _matrix(self, module: Any) -> Matrix:
+        self.takes_prompts = self.takes_prompts and isinstance(module, QuantisedLinear)
         if isinstance(module, QuantisedLinear):
             matrix = self._tiled(module.matrix)
         elif isinstance(module, nn.Linear) and module.in_features % LANES == 0:

@@ -9,7 +9,7 @@ are exact to rounding.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Final, Self
@@ -202,27 +202,36 @@ class TiledMatrix(QuantisedMatrix):
         return found if self._offset is None else found | {"offset": self._offset}
 
     @classmethod
-    def of_stored(cls, kind: str, rows: np.ndarray, shape: tuple[int, int]) -> TiledMatrix:
+    def of_stored(cls, kind: str, pieces: Iterable[np.ndarray], shape: tuple[int, int]) -> TiledMatrix:
         """The matrix of a GGUF file's weights of `kind`, one of `STORED`, which `held_as` has a form for.
 
         Args:
-            rows: their bytes, uint8 [out, bytes of a row], contiguous.
+            pieces: their bytes, uint8 [some rows, bytes of a row], contiguous; whole tiles, but for the last one.
         """
         number, name, inputs, nbytes = STORED[kind]
         form = FORMS[name]
-        if rows.shape != (shape[0], shape[1] // inputs * nbytes) or shape[1] % inputs or not rows.flags.c_contiguous:
-            raise ValueError(f"not the bytes of a matrix of {shape} in {kind}")
-        if form.bits == 16:
-            return StoredMatrix(torch.from_numpy(rows).view(form.scale).view(shape))
         # Lanes behind the last row are not written.
         make = torch.zeros if shape[0] % LANES else torch.empty
         made = {part: make(of, dtype=dtype) for part, (dtype, of) in form.kinds(shape).items()}
-        offset = made["offset"].data_ptr() if "offset" in made else None
-        parts = (made["weight"].data_ptr(), made["scale"].data_ptr(), offset)
-        found = kernels().functions.petalnode_pack(number, rows.ctypes.data, *shape, *parts)
-        if found != form.number:
-            raise ValueError(f"no form of the kernels for {shape} in {kind}")
-        return cls(name, shape, made)
+        wrong = ValueError(f"not the bytes of a matrix of {shape} in {kind}")
+        done, width = 0, shape[1] // inputs * nbytes
+        for rows in pieces:
+            end = done + len(rows)
+            fits = end == shape[0] or (end < shape[0] and end % LANES == 0)
+            if not fits or rows.shape[1:] != (width,) or shape[1] % inputs or not rows.flags.c_contiguous:
+                raise wrong
+            if form.bits == 16:
+                made["weight"][done:end] = torch.from_numpy(rows).view(form.scale)
+            else:
+                parts = (made.get(part) for part in ("weight", "scale", "offset"))
+                places = [None if part is None else part[done // LANES :].data_ptr() for part in parts]
+                found = kernels().functions.petalnode_pack(number, rows.ctypes.data, len(rows), shape[1], *places)
+                if found != form.number:
+                    raise ValueError(f"no form of the kernels for {shape} in {kind}")
+            done = end
+        if done != shape[0]:
+            raise wrong
+        return StoredMatrix(made["weight"]) if form.bits == 16 else cls(name, shape, made)
 
     @classmethod
     def from_tensors(cls, form: str, shape: tuple[int, int], tensors: Mapping[str, torch.Tensor]) -> TiledMatrix:

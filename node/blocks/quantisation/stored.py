@@ -162,13 +162,13 @@ class StoredQuantised:
         with self._fitting(name):
             return None if self._exact(name) is None else self.scheme.kind
 
-    def stored(self, name: str, expert: int | None = None) -> np.ndarray:
-        """The matrix in that kind: uint8 [rows, bytes of a row]. Only of a parameter that has a `kind`.
+    def pieces(self, name: str, expert: int | None, unit: int) -> tuple[np.ndarray]:
+        """The matrix in that kind, as `GgufWeights.pieces` has it, in one piece. Only of a parameter that has a `kind`.
 
         Raises: as `values`.
         """
         with self._fitting(name):
-            return self._blocks(name)
+            return (self._blocks(name),)
 
     def _blocks(self, name: str) -> np.ndarray:
         found = self._exact(name)

@@ -16,7 +16,7 @@ from .header import GgufTensor
 if TYPE_CHECKING:
     import numpy as np
 
-_PIECE_BYTES: Final = 8 << 20  # of a file, dequantised at a time: sixty times as much while it is
+PIECE_BYTES: Final = 1 << 20  # of a file, that each thread holds at a time: sixty times as much where numpy opens them
 _PLAIN: Final = {"F32": "<f4", "F16": "<f2"}
 
 
@@ -68,7 +68,7 @@ def open_rows(file: Path, tensor: GgufTensor, values: np.ndarray) -> None:
     Raises:
         ModelError: as `stored_rows`; the installed `gguf` package cannot dequantise this kind.
     """
-    step = max(1, _PIECE_BYTES * row_count(tensor) // tensor.nbytes)
+    step = max(1, PIECE_BYTES * row_count(tensor) // tensor.nbytes)
     for place in range(0, len(values), step):
         end = min(place + step, len(values))
         values[place:end] = _opened(file, tensor.kind, stored_rows(file, tensor, place, end))

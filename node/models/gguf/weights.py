@@ -19,7 +19,7 @@ from .architectures import ARCHITECTURES, named
 from .config import LONGROPE_FACTORS, ROPE_FACTORS
 from .header import GgufTensor, read_gguf_header
 from .placement import Placement, is_of_blocks
-from .stored import open_rows, row_count, stored_rows, stored_values
+from .stored import PIECE_BYTES, open_rows, row_count, stored_rows, stored_values
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,20 +92,23 @@ class GgufWeights:
         shape = (*order.shape, of[0][1].shape[-1])
         return of[0][1].kind if shape == self._held_as(name, shape) else None
 
-    def stored(self, name: str, expert: int | None = None) -> np.ndarray:
-        """The bytes of the parameter's rows, or of one matrix of a stack: uint8 [rows, bytes of a row], contiguous.
-
-        Only of a parameter that has a `kind`.
+    def pieces(self, name: str, expert: int | None, unit: int) -> Iterator[np.ndarray]:
+        """The bytes of the parameter's rows, or of one matrix of a stack, some at a time: uint8 [rows, bytes of a row],
+        contiguous; whole units of rows, but for the last ones. Only of a parameter that has a `kind`.
 
         Raises:
             ModelError: the file cannot be read, or has become shorter.
         """
+        order, tensor = self._order(name), self.sources[name][0][1]
+        assert order is not None
+        rows = (order if expert is None else order[expert]).reshape(-1)
+        step = max(1, PIECE_BYTES * row_count(tensor) // tensor.nbytes // unit) * unit
+        return (self._read(name, rows[first : first + step]) for first in range(0, len(rows), step))
+
+    def _read(self, name: str, order: np.ndarray) -> np.ndarray:
         import numpy as np
 
-        order = self._order(name)
-        assert order is not None
-        rows = order.reshape(-1) if expert is None else order[expert].reshape(-1)
-        parts, base = [], 0
+        rows, parts, base = order.reshape(-1), [], 0
         for file, tensor in self.sources[name]:
             own = (rows >= base) & (rows < base + row_count(tensor))
             if own.any():
@@ -131,7 +134,7 @@ class GgufWeights:
         return found if len(found) == 2 else ()
 
     def stored_heads(self, name: str, place: int) -> np.ndarray:
-        """The bytes of the tensor at this place of `of_heads`. Raises as `stored`."""
+        """The bytes of the tensor at this place of `of_heads`. Raises as `pieces`."""
         file, tensor = self.sources[name][place]
         return stored_rows(file, tensor, 0, row_count(tensor))
 
@@ -139,18 +142,18 @@ class GgufWeights:
         """The parameter: in the type of the file where that has 16 bits a value, else the exact float32 values.
 
         Raises:
-            ModelError: as `stored`; the file's kind cannot be opened.
+            ModelError: as `pieces`; the file's kind cannot be opened.
         """
         import numpy as np
         import torch
 
         order, kind = self._order(name), self.kind(name)
-        if kind in _SIXTEEN_BITS:
-            dtype = torch.float16 if kind == "F16" else torch.bfloat16
-            return self.turned(torch.from_numpy(self.stored(name)).view(dtype).reshape(self.shape(name)), name)
         if order is None:
             arrays = {tensor.name: stored_values(file, tensor) for file, tensor in self.sources[name]}
             return self._placed(arrays, name)
+        if kind in _SIXTEEN_BITS:
+            dtype = torch.float16 if kind == "F16" else torch.bfloat16
+            return self.turned(torch.from_numpy(self._read(name, order)).view(dtype).reshape(self.shape(name)), name)
         sources = self.sources[name]
         found = np.empty((order.size, sources[0][1].shape[-1]), np.float32)
         place = 0
@@ -213,7 +216,13 @@ class GgufWeights:
         """Which rows of its tensors, counted through, make up a parameter, in its shape but the last dimension. None if
         it is made otherwise. Found by letting transformers convert the numbers of the rows in place of their values."""
         if name not in self._orders:
-            self._orders[name] = self._find_order(name)
+            import numpy as np
+
+            found = self._find_order(name)
+            kept = tuple(self._orders.values())  # other threads add to them
+            others = {id(order): order for order in kept if order is not None}
+            alike = (order for order in others.values() if found is not None and np.array_equal(order, found))
+            self._orders[name] = next(alike, found)  # that of another block, where it is the same
         return self._orders[name]
 
     def _find_order(self, name: str) -> np.ndarray | None:

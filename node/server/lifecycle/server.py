@@ -25,7 +25,7 @@ from ...weights.holder import hand_on
 from .context import ServerContext
 from .devices import cut, plan_memory
 from .exactness import exact_unasked
-from .memory import Sizing, has_accelerator
+from .memory import Sizing, has_accelerator, return_memory
 from .options import ServerOptions, ServerParts, check_blocks, read_adapters
 from .other_servers import serve_transfers
 from .rebalancing import PlacementState, join_where_needed
@@ -164,6 +164,7 @@ class Server:
         from ...blocks.span import Loading, load
         from ...blocks.split import SplitSpan
 
+        return_memory()  # of imports, digests and the blocks before
         options, parts, loaded = self._context.options, self._context.parts, []
         for device, own in zip(options.devices, cut(span, self._sizing.rooms), strict=True):
             key = _speed_key(self._context.source, replace(options, devices=(device,)))
