@@ -115,11 +115,13 @@ def test_who_spoils_a_gradient_is_proven_faulty(folder: Path, kind: str, spoil: 
 
 
 def test_servers_choose_blocks_that_one_may_hold(tmp_path: Path) -> None:
+    """One of them has two devices: blocks 2 to 5 stay on one."""
     folder = save_tiny("gemma3n_shared", tmp_path / "model", eos_token_id=None)
     whole, ids = load_whole(folder), prompt(1, 9)
     with memory_swarm() as swarm:
-        for count in (1, 5, 1):
-            assert swarm.start(folder, None, num_blocks=count).ready
+        for count, devices in ((1, 1), (5, 2), (1, 1)):
+            ready = swarm.start(folder, None, num_blocks=count, devices=("cpu",) * devices).ready
+            assert ready["devices"][-1]["blocks"] == (ready["blocks"] if devices == 1 else [2, 6])
         with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
             assert torch.equal(generate(model, ids), generate(whole, ids))
             with model.inference_session(max_length=32) as session:

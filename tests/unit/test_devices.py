@@ -19,7 +19,7 @@ from petalnode.node.server.lifecycle import devices
 from petalnode.node.server.lifecycle.devices import cut, plan_memory, share_out
 from petalnode.node.server.lifecycle.memory import Memory, Room
 from petalnode.node.server.lifecycle.options import ServerOptions, check_blocks
-from petalnode.protocols.ids import Span
+from petalnode.protocols.ids import Boundaries, Span
 from tests.tiny_models import save_tiny
 
 GIB = 1 << 30
@@ -84,10 +84,42 @@ def test_parts_of_one_memory_are_counted_once(tmp_path: Path, monkeypatch: pytes
     assert chosen.count == 5 and cut(Span(1, 6), chosen.rooms) == [Span(1, 4), Span(4, 6)]
 
 
-def test_blocks_that_share_keys_have_one_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("held", "undivided", "span", "expected"),
+    [
+        ((40, 40), [(18, 35)], (0, 35), [18, 17]),
+        ((40, 40), [(10, 35)], (0, 35), [10, 25]),  # 18 and 17, if they could part
+        ((9, 40), [(10, 35)], (0, 35), [6, 29]),
+        ((40, 40), [(10, 35)], (2, 10), [4, 4]),
+        ((40, 40, 40), [(2, 6), (6, 10)], (0, 11), [2, 4, 5]),
+        ((6, 4, 1), [(2, 6), (6, 10)], (0, 11), [6, 4, 1]),
+    ],
+)
+def test_blocks_that_share_keys_stay_together(
+    held: tuple[int, ...], undivided: list[tuple[int, int]], span: tuple[int, int], expected: list[int]
+) -> None:
+    boundaries = Boundaries(8, 35, undivided=tuple(Span(*one) for one in undivided))
+    parts = cut(Span(*span), rooms(*(("cuda", blocks) for blocks in held)), boundaries)
+    assert [len(part) for part in parts] == expected and (parts[0].start, parts[-1].end) == span
+    assert all(one.end == other.start and boundaries.may_part(one.end) for one, other in pairwise(parts))
+
+
+def test_devices_without_room_for_what_stays_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks 2 to 5 of 6 share keys: a server holds these four, with those before them or without."""
     folder = save_tiny("gemma3n_shared", tmp_path / "model")
-    with pytest.raises(BadInput, match=r"share something stay on one device \(2:6\): give --device once"):
-        plan(folder, "cpu", "cpu")
+    free = 20 * GIB
+    monkeypatch.setattr(devices, "device_memory", lambda device: Memory(free, free))
+    one, both = plan(folder, "cpu"), plan(folder, "cpu", "cpu")
+    assert both.count == 6 and both.reason == "6 of 6 blocks: 2 on cpu, 4 on cpu"
+    assert plan(folder, "cpu", "cpu", blocks=Span(1, 6)).reason == "5 of 6 blocks: 1 on cpu, 4 on cpu"
+    with pytest.raises(MachineError, match=r"blocks 2:6 cannot be on 2 devices.* some stay on one device \(2:6\)"):
+        plan(folder, "cpu", "cpu", num_blocks=4)
+
+    computing = both.nbytes - one.nbytes
+    per_block = (one.nbytes - computing) // 6
+    for blocks in (1, 3):  # on each; a quarter stays free for other programs
+        free = 8 * (computing + blocks * per_block + per_block // 2) // 3
+        assert plan(folder, "cpu", "cpu").reason == "2 of 6 blocks: 1 on cpu, 1 on cpu"
 
 
 @pytest.mark.parametrize("options", [{"blocks": Span(1, 3)}, {"num_blocks": 2}, {}])

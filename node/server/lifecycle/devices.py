@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise, starmap
 from typing import TYPE_CHECKING, Final
 
-from ....protocols.ids import Span
+from ....protocols.ids import ALIKE, Boundaries, Span
 from ....protocols.inference import STEP_TOKENS
-from ...errors import BadInput, MachineError
+from ...errors import MachineError
 from ...models import ModelFolder
 from ...models.cache_dir import cache_dir, size
 from .memory import (
@@ -37,10 +37,9 @@ def share_out(count: int, rooms: Sequence[Room]) -> list[int]:
     """
     most = sum(room.blocks for room in rooms)
     if not len(rooms) <= count <= most:
-        held = ", ".join(f"{room.blocks} on {room.device}" for room in rooms)
         raise MachineError(
-            f"{count} blocks cannot be on {len(rooms)} devices, which have room for {held}: {len(rooms)} to {most} can "
-            "(--num-blocks); or name other devices"
+            f"{count} blocks cannot be on {_named(rooms)}: {len(rooms)} to {most} can (--num-blocks); or name other "
+            "devices"
         )
     shares = [1] * len(rooms)
     for _ in range(count - len(rooms)):
@@ -49,10 +48,36 @@ def share_out(count: int, rooms: Sequence[Room]) -> list[int]:
     return shares
 
 
-def cut(span: Span, rooms: Sequence[Room]) -> list[Span]:
-    """The blocks of each device; of one device, for which there are no `rooms`, all. Raises as `share_out`."""
-    ends = accumulate(share_out(len(span), rooms) if rooms else [len(span)], initial=span.start)
+def _named(rooms: Sequence[Room]) -> str:
+    held = ", ".join(f"{room.blocks} on {room.device}" for room in rooms)
+    return f"{len(rooms)} devices, which have room for {held}"
+
+
+def cut(span: Span, rooms: Sequence[Room], boundaries: Boundaries = ALIKE) -> list[Span]:
+    """The blocks of each device; of one device, for which there are no `rooms`, all. Of a model some of whose blocks
+    stay together, each device gets a number as near to that of `share_out` as they let.
+
+    Raises:
+        MachineError: as `share_out`; devices have not room for what stays together, or there are too many.
+    """
+    if not rooms:
+        return [span]
+    ends = tuple(accumulate(share_out(len(span), rooms), initial=span.start))
+    if boundaries.undivided:
+        inner = filter(boundaries.may_part, range(span.start + 1, span.end))
+        ways = ((span.start, *chosen, span.end) for chosen in combinations(inner, len(rooms) - 1))
+        fitting = [way for way in ways if all(starmap(_holds, zip(rooms, pairwise(way), strict=True)))]
+        if not fitting:
+            raise MachineError(
+                f"blocks {span} cannot be on {_named(rooms)}: some stay on one device ({boundaries.named}). Leave a "
+                "device out, or name others"
+            )
+        ends = min(fitting, key=lambda way: sum(abs(end - meant) for end, meant in zip(way, ends, strict=True)))
     return [Span(*part) for part in pairwise(ends)]
+
+
+def _holds(room: Room, ends: tuple[int, int]) -> bool:
+    return ends[1] - ends[0] <= room.blocks
 
 
 _LOCK: Final = "sizing.lock"
@@ -66,7 +91,6 @@ def plan_memory(folder: ModelFolder, options: ServerOptions, stored_block: int =
     Raises:
         ModelError: its architecture cannot be served.
         MachineError: the blocks that were asked for do not fit, or not even one does; or their cache does not.
-        BadInput: blocks that several devices cannot share.
     """
     from filelock import FileLock
 
@@ -136,9 +160,6 @@ def _spare(options: ServerOptions, sizes: BlockSizes) -> int:
 
 def _plan_devices(folder: ModelFolder, options: ServerOptions, of_devices: Mapping[str, BlockSizes]) -> Sizing:
     """As `plan_memory`, for several devices. Those in the memory of all programs have equal parts of it."""
-    if folder.boundaries.undivided:
-        named = folder.boundaries.named
-        raise BadInput(f"blocks of {folder.name} that share something stay on one device ({named}): give --device once")
     chosen = options.num_blocks if options.blocks is None else len(options.blocks)
     tokens = MEMORY_SHARES.usual_cache_tokens if chosen is None else MEMORY_SHARES.min_cache_tokens
     memories = {device: device_memory(device) for device in of_devices}
@@ -160,10 +181,36 @@ def _plan_devices(folder: ModelFolder, options: ServerOptions, of_devices: Mappi
                 f"{size(memory.free)} of {memory.place} are free, of which {size(kept)} are for computing and for "
                 "other programs: leave this device out, or give fewer --cache-tokens, or --quant nf4"
             )
-    count = chosen or min(folder.num_blocks, sum(room.blocks for room in rooms))
-    shares = list(zip(options.devices, share_out(count, rooms), strict=True))
+    most = chosen or min(folder.num_blocks, sum(room.blocks for room in rooms))
+    count, held = _most_cut(folder.boundaries, options.blocks, most, rooms, fewer=chosen is None)
+    shares = list(zip(options.devices, held, strict=True))
     taken = [(memories[device].shared, share * per_block[device] + computing) for device, share in shares]
     if parts:
         claim(sum(nbytes for shared, nbytes in taken if shared))
     reason = f"{count} of {folder.num_blocks} blocks: {', '.join(f'{share} on {device}' for device, share in shares)}"
     return Sizing(count, reason, sum(nbytes for _, nbytes in taken), rooms=tuple(rooms))
+
+
+def _most_cut(
+    boundaries: Boundaries, span: Span | None, most: int, rooms: Sequence[Room], *, fewer: bool
+) -> tuple[int, list[int]]:
+    """How many blocks, `most` or if allowed `fewer`, devices can share wherever a server takes them, or in `span`; and
+    the most of these on each.
+
+    Raises:
+        MachineError: none can, as `cut` says it.
+    """
+    if not boundaries.undivided:
+        return most, share_out(most, rooms)
+    counts = [count for count in range(most, 0, -1) if boundaries.most(count) == count] if fewer else [most]
+    problems = []
+    for count in counts:
+        starts = range(boundaries.num_blocks - count + 1)
+        spans = [span] if span else [Span(start, start + count) for start in starts]
+        try:
+            cuts = [cut(one, rooms, boundaries) for one in spans if boundaries.refusal(one) is None]
+            return count, [max(map(len, of_device)) for of_device in zip(*cuts, strict=True)]
+        except MachineError as error:
+            problems.append(error)
+    stay = f"{most} blocks cannot be on {_named(rooms)}: some stay on one device ({boundaries.named})"
+    raise problems[0] if problems else MachineError(f"{stay}. Leave a device out, or name others")

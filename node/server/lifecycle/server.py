@@ -166,7 +166,8 @@ class Server:
 
         return_memory()  # of imports, digests and the blocks before
         options, parts, loaded = self._context.options, self._context.parts, []
-        for device, own in zip(options.devices, cut(span, self._sizing.rooms), strict=True):
+        cuts = cut(span, self._sizing.rooms, self._context.folder.boundaries)
+        for device, own in zip(options.devices, cuts, strict=True):
             key = _speed_key(self._context.source, replace(options, devices=(device,)))
             known = parts.known[key] = parts.known.get(key) or recall_trial(key)
             kind = device, options.dtype, str(options.numerics), options.kernels
