@@ -5,7 +5,7 @@
  * calls. products.h, tiles.h, step.h, attention.h, latent.h and recurrent.h are included once for each instruction set, with ISA defined; `petalnode_select`
  * takes the best one that the processor has. plain.h, x86.h and arm.h have those, tiles.h products with packed weights,
  * bytes.h those of whole numbers for rows that are rounded, threads.h the threads that help, cache.h how keys and values
- * are held, ahead.h what is fetched early, pages.h what is read early, rotary.h cosines and sines, recurrent.h convolutions
+ * are held, ahead.h what is fetched early, pages.h files that are mapped, rotary.h cosines and sines, recurrent.h convolutions
  * and delta rules; packing.h brings weights of a GGUF file into these forms.
  *
  * Three promises hold for every function and every instruction set:
@@ -538,6 +538,7 @@ EXPORT const char *petalnode_select(const char *name) {
     for (unsigned index = 0; index < sizeof all / sizeof *all; index++)
         if ((!name || !strcmp(name, all[index]->name)) && available(all[index]->name)) {
             chosen = all[index];
+            say_lost_pages();
             return chosen->name;
         }
     return NULL;

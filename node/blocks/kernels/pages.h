@@ -1,7 +1,25 @@
-/* Weights of experts in mapped files: asked for as soon as the router has spoken, all of a block's at once. */
+/* Weights in mapped files. Those of experts are asked for as soon as the router has spoken, all of a block's at once. */
 #if !defined(_WIN32)
 #include <sys/mman.h>
+
+/* The process reads what a mapped file does not have any more: it ends with a sentence, and with the exit code of bad input. */
+static void end_at_lost_page(int number) {
+    static const char said[] = "\nA file became shorter, or cannot be read, while this process had it mapped. If it is the model's, "
+                               "copy or download it again; then run this again.\n";
+    const ssize_t told = write(STDERR_FILENO, said, sizeof said - 1);
+    (void)number, (void)told;
+    _exit(2);
+}
 #endif
+
+/* Has it end so, unless the program has said what is to happen then. */
+static void say_lost_pages(void) {
+#if !defined(_WIN32)
+    struct sigaction now, own = {.sa_handler = end_at_lost_page};
+    if (!sigaction(SIGBUS, NULL, &now) && !(now.sa_flags & SA_SIGINFO) && now.sa_handler == SIG_DFL)
+        sigaction(SIGBUS, &own, NULL);
+#endif
+}
 
 #define SEEN_PAGES 512 /* whose state is asked for at a time */
 

@@ -118,6 +118,7 @@ static int start_helper(int64_t thread) {
     pthread_t id;
     sigset_t all, before; /* signals are for the threads that the program knows of */
     sigfillset(&all);
+    sigdelset(&all, SIGBUS); /* but this one, which is for who reads */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int failed = pthread_create(&id, NULL, begin_helping, (void *)(intptr_t)thread);
     pthread_sigmask(SIG_SETMASK, &before, NULL);

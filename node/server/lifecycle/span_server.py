@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import trio
@@ -19,7 +21,8 @@ from ....protocols.inference import MAX_STEP_BYTES, Refusal
 from ....protocols.training import MAX_HEADER as MAX_BATCH_HEADER
 from ....protocols.training import PIECE_BYTES
 from ...blocks.span import BlockSpan
-from ...errors import PetalnodeError
+from ...errors import ModelError, PetalnodeError
+from ...models.cache_dir import cache_dir
 from ...placement.plan import Move
 from ...swarm.swarm import Swarm
 from ..budget import MemoryBudget
@@ -55,6 +58,7 @@ class ServingTimes:
     there."""
     refuse_timeout: float = 5.0
     retry_pause: float = 60.0
+    look_at_files: float = 5.0
     network_timeout: float = 4.0  # Seconds that measuring the network may hold up the first announcement
 
 
@@ -90,6 +94,25 @@ async def serve_span(
         with trio.CancelScope(shield=True):
             _refuse(context.swarm)
             await compute.stop()
+
+
+def _mapped_weights() -> dict[Path, tuple[int, int, int]]:
+    """The files of weights that this process has mapped, as they are now. On Linux, and without petalnode's own, which
+    are written once."""
+    with suppress(OSError):
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        files = {Path(line.split(maxsplit=5)[5]) for line in lines if line.endswith(".safetensors")}
+        return {file: _written(file) for file in files if cache_dir() not in file.parents}
+    return {}
+
+
+def _written(file: Path) -> tuple[int, int, int]:
+    """The file's number, its size, and when it was written to. What is mapped stays so when another takes its name."""
+    try:
+        stat = file.stat()
+    except OSError:
+        return 0, 0, 0
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 class SpanServer:
@@ -157,11 +180,13 @@ class SpanServer:
         self._requests.draining = self._context.parts.pause.wanted
         self._announce()
         self._context.parts.tallies.serving = self.serving
+        mapped = await trio.to_thread.run_sync(_mapped_weights)
         on_ready(self._ready())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep_announced)
             self._start_measuring(nursery)
             nursery.start_soon(self._obey_pause)
+            nursery.start_soon(self._watch_files, mapped)
             if not self._context.options.stays:
                 nursery.start_soon(self._watch_swarm, nursery.cancel_scope)
             if self._context.options.pledge and self._context.parts.depositor is not None:
@@ -231,6 +256,18 @@ class SpanServer:
             self._away = self._requests.draining = False
             self._announce()
             on_event("resumed")
+
+    async def _watch_files(self, served: Mapping[Path, tuple[int, int, int]]) -> None:
+        """
+        Raises:
+            ModelError: somebody writes to one of the files, whose mapped bytes are weights.
+        """
+        while served:
+            await trio.sleep(SERVING.look_at_files)
+            for file, before in served.items():
+                now = _written(file)
+                if now[0] == before[0] and now != before:
+                    raise ModelError(f"{file} was written to while it was served: run it again when it is complete")
 
     async def _leave(self, move: Move | None) -> None:
         """Takes no new requests, tells the clients of the present sessions, and waits until they have moved."""
