@@ -103,10 +103,21 @@ class PartReader:
         self._tensors = sorted(named, key=lambda named: named[0])
         self._ends = list(accumulate(tensor.nbytes for _, tensor in self._tensors))
         self._form = checkpoint.form
+        self._stamps = self._stamp()
 
     @property
     def nbytes(self) -> int:
         return self._ends[-1] if self._ends else 0
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the files are as they were when this was made."""
+        return self._stamp() == self._stamps
+
+    def _stamp(self) -> list[list[int]]:
+        with suppress(OSError):
+            return [file_stamp(file) for file in sorted({tensor.file for _, tensor in self._tensors})]
+        return []
 
     def tree(self, pieces: bytes) -> Tree:
         """The tree of the part whose pieces have these hashes."""

@@ -1,7 +1,7 @@
 """Hands on what this node holds of a model version: `/petalnode/weights/1`.
 
-Only parts whose pieces were hashed here before are offered, so that no question costs reading a model. Each piece is
-compared with its hash before it goes: a file that changed meanwhile makes nobody a liar.
+Only parts whose pieces were hashed here before are offered, so that no question costs reading a model. Once their file
+has another time, each piece is compared with its hash before it goes: a file that changed makes nobody a liar.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
@@ -34,7 +35,7 @@ from ..models import Manifest, ModelFolder
 from ..models.checkpoint import Checkpoint
 from ..models.digests import PartReader, cache_stamp, known_trees
 from ..models.folder import TEXT_FILES
-from ..models.parts import parts_of_need
+from ..models.parts import Part, parts_of_need
 from ..models.sources.hub import is_for_everybody
 from ..models.sources.hub_parts import RESTRICTED
 from ..network.transport.bandwidth import Throttle
@@ -72,6 +73,8 @@ HOLDING: Final = HoldingPolicy()
 
 class _Texts:
     """The tokenizer's files of a folder, one behind the other."""
+
+    is_unchanged = True
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         names = sorted(files)
@@ -213,6 +216,8 @@ class WeightsHolder:
 
     async def _look(self) -> None:
         """Sees what is here by now, if that was not seen lately."""
+        if trio.current_time() - self._looked < HOLDING.look_again:
+            return  # without a turn of the loop for the lock
         async with self._looking:
             if trio.current_time() - self._looked >= HOLDING.look_again:
                 await trio.to_thread.run_sync(self._find, limiter=self._readers)
@@ -230,10 +235,12 @@ class WeightsHolder:
             return
         sources: dict[int, PartReader | _Texts] = {}
         trees = stored_trees(self._folder, self._manifest)
-        for part, tree in known_trees(checkpoint, parts_of_need("all", num_blocks)).items():
+        parts = parts_of_need("all", num_blocks)
+        readers = {part: reader for part in parts if (reader := _reader(checkpoint, part)) is not None}
+        for part, tree in known_trees(checkpoint, readers).items():  # of files as they are since `readers` were made
             if tree.digest == self._manifest.digest_of(part):
                 number = number_of_part(part, num_blocks)
-                trees[number], sources[number] = tree, PartReader(checkpoint, part)
+                trees[number], sources[number] = tree, readers[part]
         try:
             self._texts = self._texts or read_texts(self._folder)
         except OSError:
@@ -267,4 +274,11 @@ def _read(source: PartReader | _Texts, tree: Tree, piece: int) -> bytes | bytear
         data = source.read(piece)
     except ModelError:
         return None
-    return data if tree.has(piece, data) else None
+    return data if source.is_unchanged or tree.has(piece, data) else None
+
+
+def _reader(checkpoint: Checkpoint, part: Part) -> PartReader | None:
+    """None if the part is not here."""
+    with suppress(ModelError, OSError):
+        return PartReader(checkpoint, part)
+    return None
