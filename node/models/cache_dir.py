@@ -177,20 +177,12 @@ def import_once(key: str, what: str, build: Callable[[Path], None], progress: Pr
         MachineError: if the disk is full or cannot be written.
         Exception: what `build` raises.
     """
-    from filelock import FileLock, Timeout
-
     target = imported_folder(key)
     if target.is_dir():
         return target
     with disk_errors(target.parent, what):
         target.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(target.parent / f"{key}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            progress(f"Waiting for another process: {what}", 0, None)
-            lock.acquire()
-        try:
+        with one_at_a_time(target.parent / f"{key}.lock", what, progress):
             if target.is_dir():
                 return target
             partial = target.parent / f"{key}.partial"
@@ -205,8 +197,23 @@ def import_once(key: str, what: str, build: Callable[[Path], None], progress: Pr
                 raise
             sync_one(target.parent)
             return target
-        finally:
-            lock.release()
+
+
+@contextmanager
+def one_at_a_time(file: Path, what: str, progress: Progress) -> Iterator[None]:
+    """Entered by one process after the other; says so where it waits. The end of a process releases the lock `file`."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        progress(f"Waiting for another process: {what}", 0, None)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _sync(folder: Path) -> None:

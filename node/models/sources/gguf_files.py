@@ -180,7 +180,7 @@ def choose_gguf(model_id: str, files: Iterable[str], wanted: str) -> tuple[str, 
         named = ", ".join(found or kinds[:_NAMED]) or "none"
         raise ModelError(
             f"{model_id!r} has {'several GGUF files' if found else 'no GGUF file'} {wanted!r}: name one of {named}"
-            f" ({model_id}:KIND, or {model_id}/FILE.gguf)"
+            f" ({model_id}:KIND, or {model_id}/FILE.gguf)."
         )
     part = PART.fullmatch(found[0])
     if part is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ...errors import ModelError
-from ..cache_dir import disk_errors, is_disk_error, require_space
+from ..cache_dir import disk_errors, is_disk_error, one_at_a_time, require_space
 from ..checkpoint import INDEX, SINGLE, Checkpoint, read_index
 from ..digests import sha256_of
 from ..disk_limit import BeforeDownload, no_disk_limit
@@ -284,7 +284,6 @@ def _small_file(remote: _Remote, name: str, progress: Progress) -> Path:
 
 def _weights(remote: _Remote, name: str, cache: Path, progress: Progress) -> None:
     """Puts a weights file into the hub's cache under its hash; huggingface_hub then finds it there."""
-    from filelock import FileLock
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(remote.model_id, name, revision=remote.commit)
@@ -294,7 +293,7 @@ def _weights(remote: _Remote, name: str, cache: Path, progress: Progress) -> Non
         blob = _storage(cache, remote.model_id) / "blobs" / found.etag
         blob.parent.mkdir(parents=True, exist_ok=True)
         partial = blob.with_name(f"{found.etag}.partial")
-        lock = FileLock(blob.with_name(f"{found.etag}.partial.lock"))
+        lock = one_at_a_time(blob.with_name(f"{found.etag}.partial.lock"), f"Downloading {name}", progress)
         with lock, suppress(NoRanges):  # who sends whole files only is asked by huggingface_hub
             if not blob.exists():
                 what = f"the download of {name} broke off, the next try goes on from there: "

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from ....protocols.weights import TreeEntry
 from ...errors import ModelError
-from ..cache_dir import disk_errors, import_once, imported_folder, require_space, sync_one
+from ..cache_dir import disk_errors, import_once, imported_folder, one_at_a_time, require_space, sync_one
 from ..checkpoint import GGUF_NOTE, INDEX, MAX_HEADER_BYTES, Checkpoint, write_gguf_note
 from ..disk_limit import BeforeDownload
 from ..folder import num_blocks
@@ -164,9 +164,8 @@ class HubParts:
 
         Raises: as `create`.
         """
-        from filelock import FileLock
-
-        with disk_errors(self.path, f"Downloading {self.name}"), FileLock(self.path / "writing.lock"):
+        what = f"Downloading parts of {self.name}"
+        with disk_errors(self.path, what), one_at_a_time(self.path / "writing.lock", what, progress):
             said = self._ranges()
             order = {part: number for number, part in enumerate(_in_order(len(said["parts"]) - 2))}
             numbers = [order[part] for part in parts]
@@ -180,8 +179,8 @@ class HubParts:
             missing = [(part, piece) for part in coming for piece in part.missing()]
             total = sum(piece.end - piece.start for _, piece in missing)
             before({part.file: part.nbytes for part in coming}, [self.path])
-            require_space(self.path, total, f"Downloading {self.name}")
-            count = ProgressSum(f"Downloading parts of {self.name}", total, progress)
+            require_space(self.path, total, what)
+            count = ProgressSum(what, total, progress)
             in_threads(lambda item, stop: item[0].fetch(item[1], files[item[1].file], count, stop), missing)
             for part in coming:
                 part.finish()
