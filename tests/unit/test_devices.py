@@ -93,12 +93,14 @@ def test_parts_of_one_memory_are_counted_once(tmp_path: Path, monkeypatch: pytes
         ((40, 40), [(10, 35)], (2, 10), [4, 4]),
         ((40, 40, 40), [(2, 6), (6, 10)], (0, 11), [2, 4, 5]),
         ((6, 4, 1), [(2, 6), (6, 10)], (0, 11), [6, 4, 1]),
+        ((40,) * 8, [(start, start + 2) for start in range(0, 80, 2)], (0, 80), [10] * 8),
+        ((12,) * 9, [(start, start + 2) for start in range(1, 79, 2)], (0, 80), [9, 8, 10, 8, 10, 8, 10, 8, 9]),
     ],
 )
 def test_blocks_that_share_keys_stay_together(
     held: tuple[int, ...], undivided: list[tuple[int, int]], span: tuple[int, int], expected: list[int]
 ) -> None:
-    boundaries = Boundaries(8, 35, undivided=tuple(Span(*one) for one in undivided))
+    boundaries = Boundaries(8, 80, undivided=tuple(Span(*one) for one in undivided))
     parts = cut(Span(*span), rooms(*(("cuda", blocks) for blocks in held)), boundaries)
     assert [len(part) for part in parts] == expected and (parts[0].start, parts[-1].end) == span
     assert all(one.end == other.start and boundaries.may_part(one.end) for one, other in pairwise(parts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, combinations, pairwise, starmap
+from itertools import accumulate, pairwise, product
 from typing import TYPE_CHECKING, Final
 
 from ....protocols.ids import ALIKE, Boundaries, Span
@@ -64,20 +64,22 @@ def cut(span: Span, rooms: Sequence[Room], boundaries: Boundaries = ALIKE) -> li
         return [span]
     ends = tuple(accumulate(share_out(len(span), rooms), initial=span.start))
     if boundaries.undivided:
-        inner = filter(boundaries.may_part, range(span.start + 1, span.end))
-        ways = ((span.start, *chosen, span.end) for chosen in combinations(inner, len(rooms) - 1))
-        fitting = [way for way in ways if all(starmap(_holds, zip(rooms, pairwise(way), strict=True)))]
-        if not fitting:
+        inner = [*filter(boundaries.may_part, range(span.start + 1, span.end))]
+        best: dict[tuple[int, ...], int] = {ends[:1]: 0}  # of the cuts that end at one block, the nearest to the shares
+        for room, meant in zip(rooms, ends[1:], strict=True):
+            further: dict[int, tuple[int, tuple[int, ...]]] = {}
+            for (way, off), end in product(best.items(), inner if meant < span.end else [span.end]):
+                if 0 < end - way[-1] <= room.blocks:
+                    found = off + abs(end - meant), (*way, end)
+                    further[end] = min(found, further.get(end, found))
+            best = {way: off for off, way in further.values()}
+        if not best:
             raise MachineError(
                 f"blocks {span} cannot be on {_named(rooms)}: some stay on one device ({boundaries.named}). Leave a "
                 "device out, or name others"
             )
-        ends = min(fitting, key=lambda way: sum(abs(end - meant) for end, meant in zip(way, ends, strict=True)))
+        (ends,) = best
     return [Span(*part) for part in pairwise(ends)]
-
-
-def _holds(room: Room, ends: tuple[int, int]) -> bool:
-    return ends[1] - ends[0] <= room.blocks
 
 
 _LOCK: Final = "sizing.lock"
