@@ -91,6 +91,27 @@ def test_client_relays_where_push_does_not_arrive(deaf_swarm: tuple[Node, Runnin
         assert session.recoveries == 0  # not a step was lost, and nobody was blamed for it
 
 
+def test_receiver_of_lost_push_keeps_its_place(
+    deaf_swarm: tuple[Node, Running], node_starter: Nodes, models: Path
+) -> None:
+    first, _ = deaf_swarm
+    other = node_starter.server(models / "tiny-llama", "3:6", peer=first.address)
+    other.ready  # noqa: B018
+    with open_model(models / "tiny-llama", first.address) as model:
+
+        async def prefer_the_deaf_one() -> None:
+            client_of(model).suspect(other.peer_id)
+
+        stayed = False
+        while not stayed:  # on a busy machine its answer to the step that is sent again may be late as well
+            call(model, prefer_the_deaf_one)
+            with model.inference_session(64) as session:
+                inside = generated(model, session, models / "tiny-llama")
+                asked = [peer for peer, _ in session.route]
+                stayed = inside.pushed_steps == 0 and session.recoveries == 0 and other.peer_id not in asked
+    other.stop()
+
+
 def test_stopping_server_is_left_in_order(node_starter: Nodes, models: Path) -> None:
     folder = models / "tiny-llama"
     leaving = node_starter.server(folder, "0:6")

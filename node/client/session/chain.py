@@ -361,6 +361,15 @@ class Chain:
         while await self._catch_up(link, standby) > STANDBY_LAG:
             pass
 
+    def dismiss_standby(self, link: ServerLink) -> None:
+        """Lets the servers go that were prepared, or are being prepared, for the blocks of `link`."""
+        standby = link.standby
+        if standby is not None and standby.ready:
+            link.standby = None
+            self.router.start_soon(close_links, standby.links)
+        elif standby is not None:
+            standby.scope.cancel()  # `_prepare` lets them go
+
     async def switch_to_standbys(self) -> None:
         """Puts every standby that is ready in its place."""
         index = 0

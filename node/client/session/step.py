@@ -194,18 +194,26 @@ class PipelineStep:
         if phase == "late":
             return await self._receive_late(link, at.asked, at.deadline)
         patient = min(link.patience(self.chunk, self.before or 0), self.chain.spec.step_timeout)
+        missed = phase == "sent" and at.pushed_before is not None
+        hurried = missed and link.standby is None
         if phase == "pushed":
             at.generation, at.pushed_before = link.server.generation, link.server.pushed_steps
             due = push_patience(link.server.round_trip, len(self.chunk.payload))
             patient = min(patient, due + link.expected(self.chunk))
-        elif at.pushed_before is not None:
+        elif missed:
             patient = min(patient, link.patience_once_more(self.chunk))
+        if hurried:
+            self.chain.prepare_standby(link, late=True)  # the server may be frozen; else it answers at once
         if phase == "sent" and at.generation != link.server.generation and link.server.held < at.asked.sequence:
             raise StreamLost(
                 f"a step was lost with a stream to server {link.server.hop.peer_id}", link.server.hop.peer_id
             )
         self.unchecked = await link.server.read(at.asked, self.chunk, patient)
-        return Signal.LATE if self.unchecked is None else None
+        if self.unchecked is None:
+            return Signal.LATE
+        if hurried:
+            self.chain.dismiss_standby(link)  # the push was lost, which may be the fault of the server before
+        return None
 
     async def _receive_late(self, link: ServerLink, asked: wire.Step, deadline: float) -> Signal | None:
         while trio.current_time() < deadline:
