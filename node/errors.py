@@ -90,7 +90,7 @@ _NO_MEMORY: Final = re.compile(
 """What torch, whose errors have no kind of their own for this, and safetensors say."""
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """What an error of others says in its first line, or its kind where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Final, TypeVar, cast
+from typing import Final, Self, TypeVar, cast
 
 import trio
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -41,12 +41,21 @@ M = TypeVar("M", bound=Message)
 
 
 class DelimitedStream:
-    """Messages with one peer, both ways. One task may send while another one receives."""
+    """Messages with one peer, both ways. One task may send while another one receives.
+
+    As a context manager it is closed behind the block, or reset if that fails.
+    """
 
     def __init__(self, stream: RawStream, peer_id: str, *, max_message: int = MAX_MESSAGE) -> None:
         self.peer_id = peer_id
         self._stream = stream
         self._max_message = max_message
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        await (self.close() if error is None else self.reset())
 
     async def send(self, message: Message, *, timeout: float) -> None:
         """Sends one message; `timeout` in seconds.

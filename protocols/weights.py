@@ -240,7 +240,7 @@ async def ask_offer(stream: WeightsStream, version: bytes, num_blocks: int, *, t
         PeerError: no answer within `timeout` seconds, or none that fits.
     """
     await stream.send(wire.WeightsFrame(query=wire.WeightsQuery(model_version=version)), timeout=timeout)
-    frame = await _answer(stream, "offer", timeout)
+    frame, _ = await _answer(stream, "offer", timeout)
     try:
         return None if frame is None else Offer.from_wire(frame.offer, num_blocks)
     except BadTree as error:
@@ -259,7 +259,7 @@ async def ask_trees(
     for part, expected in wanted:
         query = wire.TreeQuery(model_version=version, part=part)
         await stream.send(wire.WeightsFrame(tree_query=query), timeout=timeout)
-        frame = await _answer(stream, "tree", timeout)
+        frame, _ = await _answer(stream, "tree", timeout)
         if frame is None:
             continue
         try:
@@ -284,25 +284,19 @@ async def receive_piece(stream: WeightsStream, *, timeout: float) -> bytes | Non
     Raises:
         PeerError: no answer within `timeout` seconds, or none that fits.
     """
-    frame, payloads = await stream.receive(timeout=timeout)
-    if frame.WhichOneof("body") == "error":
-        _check_refusal(stream, frame)
-        return None
-    if frame.WhichOneof("body") != "piece" or len(payloads) != 1:
-        raise ProtocolError(f"{stream.peer_id} answered no piece", stream.peer_id)
-    return payloads[0]
+    frame, payloads = await _answer(stream, "piece", timeout, payloads=1)
+    return None if frame is None else payloads[0]
 
 
-async def _answer(stream: WeightsStream, body: str, timeout: float) -> wire.WeightsFrame | None:
-    frame, payloads = await stream.receive(timeout=timeout)
+async def _answer(
+    stream: WeightsStream, body: str, timeout: float, *, payloads: int = 0
+) -> tuple[wire.WeightsFrame | None, list[bytes]]:
+    """The answer, with as many payloads as it has to have; no frame if the peer does not have what was asked for."""
+    frame, came = await stream.receive(timeout=timeout)
     if frame.WhichOneof("body") == "error":
-        _check_refusal(stream, frame)
-        return None
-    if frame.WhichOneof("body") != body or payloads:
+        if frame.error.code not in (wire.ERROR_NOT_FOUND, wire.ERROR_NOT_ALLOWED):
+            raise PeerError(f"{stream.peer_id} hands on nothing now", stream.peer_id)
+        return None, []
+    if frame.WhichOneof("body") != body or len(came) != payloads:
         raise ProtocolError(f"{stream.peer_id} answered no {body}", stream.peer_id)
-    return frame
-
-
-def _check_refusal(stream: WeightsStream, frame: wire.WeightsFrame) -> None:
-    if frame.error.code not in (wire.ERROR_NOT_FOUND, wire.ERROR_NOT_ALLOWED):
-        raise PeerError(f"{stream.peer_id} hands on nothing now", stream.peer_id)
+    return frame, came

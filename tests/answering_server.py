@@ -12,19 +12,14 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.receipts import Receipt
-from petalnode.crypto.statement import now_ms
 from petalnode.node.client.request import WireTensor
 from petalnode.node.client.session.stream import Answer, SessionSpec, SessionStream
 from petalnode.node.swarm.routing import Hop
 from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.ids import PROTOCOL_VERSION, Span
-from petalnode.protocols.inference import (
-    hash_of_step,
-    receipt_to_wire,
-    root_of,
-    sha256,
-)
+from petalnode.protocols.ids import Span
+from petalnode.protocols.inference import receipt_to_wire, root_of
+from tests.receipts import of_answer
 
 SERVER, CLIENT, BEFORE, OTHER = (Identity.from_seed(bytes([number]) * 32) for number in range(41, 45))
 SPEC = SessionSpec(b"m" * 32, Span(2, 4), batch=1, max_length=64, cache_wait=3.0, step_timeout=20.0)
@@ -58,7 +53,8 @@ class Server:
         self.ours, self.stream = message_streams(wire.InferenceFrame, CLIENT.peer_id, SERVER.peer_id)
         self.previous = b""
         self.heard: list[wire.InferenceFrame] = []
-        self.opened = wire.Open()
+        span = wire.Span(start=SPEC.span.start, end=SPEC.span.end)
+        self.opened = wire.Open(model_version=SPEC.model_version, span=span)
 
     async def hear(self) -> wire.InferenceFrame:
         frame, _ = await self.stream.receive(timeout=10)
@@ -77,23 +73,8 @@ class Server:
 
     def receipt(self, step: wire.Step, chunk: WireTensor, output: bytes, **changed: Any) -> Receipt:
         signer = changed.pop("signer", SERVER)
-        made = Receipt(
-            protocol_version=PROTOCOL_VERSION,
-            model_version=SPEC.model_version,
-            span=(SPEC.span.start, SPEC.span.end),
-            dtype="float32",
-            quantisation="none",
-            client=CLIENT.peer_id,
-            nonce=self.opened.nonce,
-            session_epoch=EPOCH,
-            sequence=step.sequence,
-            request_hash=hash_of_step(step, chunk.tensor, sha256(chunk.payload)),
-            reply_hash=sha256(output),
-            previous_receipt=self.previous,
-            upstream_receipt=step.previous_receipt,
-            time_ms=now_ms(),
-        )
-        return replace(made, **changed).signed(signer)
+        made = of_answer(self.opened, CLIENT.peer_id, EPOCH, step, (chunk.tensor, bytes(chunk.payload)), output)
+        return replace(made, **{"previous_receipt": self.previous} | changed).signed(signer)
 
     async def answer(
         self, step: wire.Step, chunk: WireTensor, output: WireTensor | None = None, **changed: Any

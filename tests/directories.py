@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,18 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.swarm.announcer import Announcer
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.directory import Directory
+from petalnode.node.swarm.streams import MessageStreams
+from petalnode.node.swarm.view import SwarmView
+from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.framing import MessageStream
+from petalnode.protocols.directory import MAX_HEADER
+from petalnode.protocols.framing import MessageStream, PeerError
+from tests.announcements import held
 
 LISTENING = "/ip4/192.0.2.1/tcp/1"
 
-OpenStream = Callable[[str, float], Awaitable[MessageStream[wire.DirectoryFrame]]]
+Stream = MessageStream[wire.DirectoryFrame]
+OpenStream = Callable[[str, float], Awaitable[Stream]]
 """Opens a stream to a peer (id) within some seconds."""
 
 
@@ -25,10 +32,11 @@ async def nothing(*_: Any, **__: Any) -> None:
     await trio.lowlevel.checkpoint()
 
 
-class _Streams:
+class _Streams(MessageStreams):
     def __init__(self, open_stream: OpenStream, host: dict[str, Any]) -> None:
         parts: dict[str, Any] = {"connected": list, "remember": nothing_now, "learn": nothing_now, "addrs": list}
-        self.host: Any = SimpleNamespace(**parts | {"origin_of": str} | host)
+        made: Any = SimpleNamespace(**parts | {"origin_of": str} | host)
+        super().__init__(made)
         self._open_stream = open_stream
 
     async def new_stream(self, peer_id: str, *_: object, timeout: float, **__: object) -> Any:
@@ -56,11 +64,35 @@ def a_directory(
         announcement_ttl=ttl,
     )
     dht: Any = SimpleNamespace(add_peer=nothing)
-    streams: Any = _Streams(open_stream, host)
-    return Directory(config, dht, streams)
+    return Directory(config, dht, _Streams(open_stream, host))
 
 
 def announcer_of(directory: Directory, identity: Identity, dht: Any = None, *, ttl: float = 45.0) -> Announcer:
     """What announces the node of a directory."""
     config = SwarmConfig(identity, announcement_ttl=ttl)
     return Announcer(config, directory._host, dht or directory._dht, directory)
+
+
+def answered_by(serve: Callable[[Stream], Awaitable[None]], nursery: trio.Nursery, asker: str = "us") -> OpenStream:
+    """Opens streams from `asker` (a peer id) at whose other end `serve` runs."""
+
+    async def answer(stream: Stream) -> None:
+        try:
+            await serve(stream)
+        except PeerError:
+            await stream.reset()
+
+    async def open_stream(peer_id: str, _timeout: float) -> Stream:
+        ours, theirs = message_streams(wire.DirectoryFrame, asker, peer_id, max_header=MAX_HEADER)
+        nursery.start_soon(answer, theirs)
+        return ours
+
+    return open_stream
+
+
+def from_many(count: int) -> SwarmView:
+    """What servers have said that this node has met, one announcement of 600 bytes each."""
+    view = SwarmView()
+    for number in range(count):
+        view = view.merge([held(number, size=600)], time.time(), source=f"server {number}", met=True)
+    return view

@@ -196,6 +196,14 @@ async def muxer(
     assert owner.lost == [ours] and other.raw.closed
 
 
+@asynccontextmanager
+async def accepted(raw: MemoryRaw | None = None, **options: Any) -> AsyncIterator[tuple[Muxer, OtherEnd, MuxedStream]]:
+    """The two, of `muxer` with these options, and stream 1, which the other end opened and ours accepted."""
+    async with muxer(raw, **options) as (ours, other):
+        other.open(1)
+        yield ours, other, await ours.accept_stream()
+
+
 async def settled() -> None:
     """Returns when everything that was said has been heard."""
     await trio.testing.wait_all_tasks_blocked()

@@ -15,13 +15,18 @@ from petalnode.crypto.receipts import NO_RECEIPT, Receipt
 from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.passes import Batch, SpanPasses, run_through
 from petalnode.node.blocks.span import BlockSpan, load_span
+from petalnode.node.models.folder import ModelFolder
 from petalnode.node.models.quantisation import Kernels
 from petalnode.node.trust.receipt_log import LoggedBatch, SessionLog
+from petalnode.node.verification.observed import observed_session
+from petalnode.node.verification.verdicts import Judge, Verdict
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import BACKWARD, FORWARD, Span
 from petalnode.protocols.inference import hash_of_step, pledge_to_wire, root_of, sha256
 from petalnode.protocols.tensors import decode, encode
 from petalnode.protocols.training import KeptSet, MicroBatch, hash_of_payloads
+from tests.messages import opening
+from tests.receipts import unsigned
 
 Spoil = Callable[[torch.Tensor], torch.Tensor]
 
@@ -34,6 +39,15 @@ def spoiled(tensor: torch.Tensor) -> torch.Tensor:
     """A tenth too much, in random directions."""
     noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(5))
     return tensor + 0.1 * noise * tensor.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
+
+
+def probed(folder: ModelFolder, log: SessionLog) -> Verdict:
+    """What a validator finds whose probe this was."""
+    seen = observed_session(log, "cpu")
+    assert seen is not None
+    judge = Judge(folder.path)
+    (compared,) = judge.compare([seen])
+    return judge.verdict(compared)
 
 
 class SigningServer:
@@ -129,17 +143,9 @@ class SigningServer:
         return LoggedBatch(self.identity.peer_id, protocol, receipt, asked, tuple(answers))
 
     def receipt(self, **fields: object) -> Receipt:
-        usual: dict[str, object] = {
-            "protocol_version": 1,
-            "model_version": self.version,
-            "span": (self.span.start, self.span.end),
-            "dtype": self.dtype,
-            "quantisation": self.quant,
-            "client": self.client.peer_id,
-            "upstream_receipt": b"",
-            "time_ms": time.time_ns() // 1_000_000,
-        }
-        return Receipt(**usual | fields).signed(self.identity)  # type: ignore[arg-type]
+        span = self.span.start, self.span.end
+        usual = {"model_version": self.version, "span": span, "dtype": self.dtype, "quantisation": self.quant}
+        return unsigned(**{"client": self.client.peer_id} | usual | fields).signed(self.identity)
 
 
 class SignedSession:
@@ -156,17 +162,8 @@ class SignedSession:
         self.log = log or SessionLog(server.identity.peer_id, keeps_tensors=True)
         self.cache = server.blocks.make_cache(rows, 100, list(left_padding) or None)
         self._server = server
-        self._opening = wire.Open(
-            protocol_version=1,
-            model_version=server.version,
-            span=wire.Span(start=server.span.start, end=server.span.end),
-            max_length=100,
-            batch=rows,
-            left_padding=left_padding,
-            codec=codec,
-            activation_dtype="float32",
-            nonce=os.urandom(16),
-        )
+        asked = {"max_length": 100, "batch": rows, "left_padding": left_padding, "codec": codec}
+        self._opening = opening(server.span, model_version=server.version, nonce=os.urandom(16), **asked)
         granted = wire.Granted(session_epoch=os.urandom(16), pledge=pledge_to_wire(server.pledge))
         self.log.begin(self._opening, granted)
         self._epoch = granted.session_epoch

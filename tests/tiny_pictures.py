@@ -15,6 +15,9 @@ from PIL import Image
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import AutoModelForImageTextToText
 
+from petalnode.node.blocks.images.pictures import Picture as ReadPicture
+from petalnode.node.blocks.images.pictures import PictureReader
+from tests.greedy import generate
 from tests.swarm.tokenizer import save_tokenizer
 from tests.sweep.configs import VOCABULARY, fill, tiny_config
 
@@ -354,3 +357,14 @@ def png(width: int = 2 * SIDE, height: int = SIDE, colour: int = 0x3060C0) -> by
     written = io.BytesIO()
     picture.save(written, "PNG")
     return written.getvalue()
+
+
+def answer_of(whole: Any, folder: Path, *pictures: bytes, tokens: int) -> str:
+    """What transformers says to somebody who shows these pictures and asks "What?"."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    shown = [{"type": "image", "image": ReadPicture.of(picture)} for picture in pictures]
+    content = [*shown, {"type": "text", "text": "What?"}]
+    read = PictureReader(folder, tokenizer).read([{"role": "user", "content": content}])
+    values = {name: value.float() if value.is_floating_point() else value for name, value in read.values.items()}
+    said = generate(whole, torch.tensor([read.ids]), max_new_tokens=tokens, **values)
+    return str(tokenizer.decode(said[0, len(read.ids) :], skip_special_tokens=True))

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import trio
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from ..api.http.server import HttpLimits, serve_http
+from ..api.http.server import LOOPBACK, HttpLimits, host_name, serve_http
 from .metrics import Metrics
 
-LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _LIMITS: Final = HttpLimits(connections=16)
 _NOT_FOUND: Final = b"there is nothing here but /metrics\n"
 _OTHER_HOST: Final = b"this endpoint does not answer for that host\n"
@@ -33,7 +31,7 @@ class MetricsApplication:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         host = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
         kind = b"text/plain; charset=utf-8"
-        if self.hosts and _host_name(host) not in self.hosts:
+        if self.hosts and host_name(host) not in self.hosts:
             status, body = 403, _OTHER_HOST
         elif scope["path"] != "/metrics" or scope["method"] not in ("GET", "HEAD"):
             status, body = 404, _NOT_FOUND
@@ -48,10 +46,3 @@ async def serve_metrics(metrics: Metrics, host: str, listeners: Sequence[trio.So
     """Serves the page until cancelled."""
     hosts = LOOPBACK if host in LOOPBACK else frozenset[str]()
     await serve_http(MetricsApplication(metrics, hosts), listeners, _LIMITS)
-
-
-def _host_name(host: str) -> str:
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""

@@ -171,21 +171,12 @@ class Directory:
         opened = False
         try:
             with trio.move_on_after(timeout):
-                stream = await self._streams.new_stream(
-                    peer_id,
-                    DIRECTORY,
-                    wire.DirectoryFrame,
-                    timeout=timeout,
-                    max_header=protocol.MAX_HEADER,
-                    max_payload=0,
-                )
-                opened = True
-                try:
+                limits = {"max_header": protocol.MAX_HEADER, "max_payload": 0}
+                async with self._streams.open_stream(
+                    peer_id, DIRECTORY, wire.DirectoryFrame, timeout=timeout, **limits
+                ) as stream:
+                    opened = True
                     yield stream
-                except BaseException:
-                    await stream.reset()
-                    raise
-                await stream.close()
                 self._contacts.answered(peer_id, time.time())
                 return
             raise StreamTimeout(f"{peer_id} did not answer within {timeout:g} s", peer_id)

@@ -7,6 +7,13 @@ from copy import deepcopy
 from typing import Any, Final
 
 MODEL: Final = "tiny-llama"
+PLACE: Final = {
+    "type": "object",
+    "properties": {"where": {"enum": ["here", "there"]}},
+    "required": ["where"],
+    "additionalProperties": False,
+}
+"""The arguments of a tool that wants to know where."""
 _SCHEMA: Final = {"type": "object", "properties": {"x": {"type": "integer", "minimum": 1}}}
 _SAMPLING: Final[dict[str, Any]] = {
     "temperature": 0.5,

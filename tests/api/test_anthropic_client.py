@@ -11,6 +11,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from petalnode.node.api.http.admission import Admission, ApiKeys, hash_of_key
+from tests.api.bodies import PLACE
 from tests.api.conftest import Served
 from tests.memory_api import MemoryApi, memory_api
 
@@ -21,16 +22,7 @@ ASKED: dict[str, Any] = {
     "max_tokens": 12,
     "extra_body": {"temperature": 0},
 }
-TOOL: dict[str, Any] = {
-    "name": "look_up",
-    "description": "looks it up",
-    "input_schema": {
-        "type": "object",
-        "properties": {"where": {"enum": ["here", "there"]}},
-        "required": ["where"],
-        "additionalProperties": False,
-    },
-}
+TOOL: dict[str, Any] = {"name": "look_up", "description": "looks it up", "input_schema": PLACE}
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from petalnode.node.api.engine.generation import ApiLimits
 from petalnode.node.api.errors import ApiError
 from petalnode.node.api.fields import Fields
 from petalnode.node.api.http.admission import Admission, ApiKeys, hash_of_key
+from tests.api.bodies import PLACE
 from tests.api.conftest import Served
 from tests.api.specifications import AnthropicSpecification
 from tests.memory_api import MemoryApi, memory_api
@@ -25,13 +26,7 @@ ASKED: dict[str, Any] = {
     "max_tokens": 4,
     "temperature": 0,
 }
-SCHEMA = {
-    "type": "object",
-    "properties": {"where": {"enum": ["here", "there"]}},
-    "required": ["where"],
-    "additionalProperties": False,
-}
-TOOLS = [{"name": "look_up", "description": "looks it up", "input_schema": SCHEMA}]
+TOOLS = [{"name": "look_up", "description": "looks it up", "input_schema": PLACE}]
 MESSAGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "instructed": {"system": "be short", "stop_sequences": ["x"]},
@@ -40,7 +35,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
         "tool_choice": {"type": "tool", "name": "look_up", "disable_parallel_tool_use": True},
         "max_tokens": 100,
     },
-    "schema": {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "max_tokens": 40},
+    "schema": {"output_config": {"format": {"type": "json_schema", "schema": PLACE}}, "max_tokens": 40},
 }
 
 

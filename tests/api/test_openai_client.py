@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from petalnode.node.api.engine.core import leaders_of
+from tests.api.bodies import PLACE
 from tests.api.conftest import CONTEXT, Served
 from tests.api.tokenizer import EOS
 from tests.import_graph import ROOT
@@ -342,19 +343,7 @@ def test_answer_follows_expression_or_is_one_of_some(client: Any) -> None:
 
 
 TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "look_up",
-            "description": "looks something up",
-            "parameters": {
-                "type": "object",
-                "properties": {"where": {"enum": ["here", "there"]}},
-                "required": ["where"],
-                "additionalProperties": False,
-            },
-        },
-    },
+    {"type": "function", "function": {"name": "look_up", "description": "looks something up", "parameters": PLACE}},
     {"type": "function", "function": {"name": "wait", "parameters": {"type": "object", "additionalProperties": False}}},
 ]
 

@@ -17,21 +17,16 @@ from petalnode.node.api.errors import ApiError
 from petalnode.node.api.fields import Fields
 from petalnode.node.api.http.admission import Admission, ApiKeys, hash_of_key
 from petalnode.node.api.openai.responses import ResponseWriter, parse_response
+from tests.api.bodies import PLACE
 from tests.api.conftest import Served
 from tests.api.specifications import OpenAISpecification
 from tests.memory_api import MemoryApi, memory_api
 
 MODEL = "tiny-llama"
 MESSAGES = [{"role": "user", "content": "say something"}]
-SCHEMA = {
-    "type": "object",
-    "properties": {"where": {"enum": ["here", "there"]}},
-    "required": ["where"],
-    "additionalProperties": False,
-}
-FUNCTION = {"name": "look_up", "description": "looks it up", "parameters": SCHEMA}
+FUNCTION = {"name": "look_up", "description": "looks it up", "parameters": PLACE}
 TOOLS = [{"type": "function", "function": FUNCTION}]
-FORM = {"name": "x", "strict": True, "schema": SCHEMA}
+FORM = {"name": "x", "strict": True, "schema": PLACE}
 
 Ask = Callable[..., Any]
 

@@ -10,15 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from transformers import AutoTokenizer
 from transformers.models.smolvlm import processing_smolvlm
 
-from petalnode.node.blocks.images.pictures import Picture, PictureReader
+from petalnode.node.blocks.images.pictures import PictureReader
 from petalnode.node.errors import ModelError
 from petalnode.node.testing.memory_servers import memory_swarm
 from tests.memory_api import MemoryApi, memory_api
-from tests.tiny_pictures import PROCESSORS, png, save_processor, save_seeing
+from tests.tiny_pictures import PROCESSORS, answer_of, png, save_processor, save_seeing
 
 NEW = 6
 
@@ -59,18 +58,6 @@ def api(folder: Path, whole: Any) -> Iterator[MemoryApi]:
             yield running
 
 
-def expected(whole: Any, folder: Path, picture: bytes) -> str:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    content = [{"type": "image", "image": Picture.of(picture)}, {"type": "text", "text": "What?"}]
-    read = PictureReader(folder, tokenizer).read([{"role": "user", "content": content}])
-    ids = torch.tensor([read.ids])
-    values = {name: value.float() if value.is_floating_point() else value for name, value in read.values.items()}
-    said = whole.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0, **values
-    )
-    return str(tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True))
-
-
 def ask(api: MemoryApi, path: str, **fields: Any) -> Any:
     answer = httpx.post(f"{api.url}{path}", json=fields, timeout=120)
     assert answer.status_code == 200, answer.text
@@ -80,7 +67,7 @@ def ask(api: MemoryApi, path: str, **fields: Any) -> Any:
 def test_all_three_dialects_show_pictures(api: MemoryApi, folder: Path, whole: Any) -> None:
     """One after another, so that what is kept of the one is no beginning of the other."""
     pictures = png(), png(colour=0xF01020)
-    said = [expected(whole, folder, picture) for picture in pictures]
+    said = [answer_of(whole, folder, picture, tokens=NEW) for picture in pictures]
     assert said[0] != said[1], "the picture makes no difference"
     text: dict[str, Any] = {"type": "text", "text": "What?"}
     for picture, right in zip(pictures, said, strict=True):
@@ -97,6 +84,9 @@ def test_all_three_dialects_show_pictures(api: MemoryApi, folder: Path, whole: A
         shown = [{"role": "user", "content": "What?", "images": [encoded]}]
         answer = ask(api, "/api/chat", model=folder.name, messages=shown, options=options, stream=False)
         assert answer["message"]["content"] == right
+        fields = {"model": folder.name, "prompt": "What?", "images": [encoded], "options": options, "stream": False}
+        assert ask(api, "/api/generate", **fields)["response"] == right
+    ask(api, "/v1/chat/completions", messages=[{"role": "user", "content": "What?"}], max_tokens=2)  # after pictures
 
 
 @pytest.mark.parametrize("kind", [kind for kind in PROCESSORS if kind == "smolvlm" or not works(kind)])

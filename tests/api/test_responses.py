@@ -13,21 +13,13 @@ from pydantic import TypeAdapter
 
 from petalnode.node.api.http.admission import Admission, ApiKeys, hash_of_key
 from petalnode.node.api.openai.endpoints import ResponseStore, StoredResponse
+from tests.api.bodies import PLACE
 from tests.api.conftest import Served
 from tests.memory_api import MemoryApi, memory_api
 
 MODEL = "tiny-llama"
 ASKED: dict[str, Any] = {"model": MODEL, "input": "say something", "temperature": 0, "max_output_tokens": 12}
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "name": "look_up",
-    "parameters": {
-        "type": "object",
-        "properties": {"where": {"enum": ["here", "there"]}},
-        "required": ["where"],
-        "additionalProperties": False,
-    },
-}
+TOOL: dict[str, Any] = {"type": "function", "name": "look_up", "parameters": PLACE}
 
 
 def checked(response: Any) -> Any:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import trio
 from google.protobuf.message import Message
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
-from petalnode.crypto.receipts import NO_RECEIPT, Receipt
 from petalnode.node.blocks.span import BlockSpan
 from petalnode.node.server.budget import MemoryBudget
 from petalnode.node.server.compute_thread import ComputeThread
@@ -25,6 +23,7 @@ from petalnode.node.testing import MemoryStream, message_streams, stream_pair
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream, PeerError, StreamClosed, varint
 from petalnode.protocols.inference import receipt_to_wire, sha256
+from tests.receipts import unsigned
 from tests.swarm.raw import RawSession
 from tests.tiny_models import HIDDEN, NUM_BLOCKS
 
@@ -32,7 +31,7 @@ VERSION = b"v" * 32
 F = TypeVar("F", bound=Message)
 
 
-class _NobodyNext:
+class NobodyNext:
     """No server comes after this one."""
 
     async def open_push(self, peer_id: str, *, direct: bool = False) -> PushStream:
@@ -85,7 +84,7 @@ async def one_server(blocks: BlockSpan, **options: Any) -> AsyncIterator[OneServ
     compute.start()
     hosted = Hosted(VERSION, "tiny", NUM_BLOCKS, blocks.span, HIDDEN, "float32", "none", blocks.max_positions)
     context = RequestContext(hosted, compute, Identity.generate(), **options)
-    service = RequestService(context, MemoryBudget(10_000), _NobodyNext(), Adapters(context))
+    service = RequestService(context, MemoryBudget(10_000), NobodyNext(), Adapters(context))
     try:
         async with trio.open_nursery() as nursery:
             yield OneServer(service, nursery)
@@ -98,23 +97,8 @@ def pushed(
     session: RawSession, owner: Identity, pusher: Identity, sequence: int, position: int, payload: bytes, **lies: Any
 ) -> wire.PushFrame:
     """A step of the client `owner` as `pusher` hands it on, with its receipt, in which some fields are `lies`."""
-    receipt = Receipt(
-        protocol_version=1,
-        model_version=VERSION,
-        span=(0, 1),
-        dtype="float32",
-        quantisation="none",
-        client=owner.peer_id,
-        nonce=os.urandom(16),
-        session_epoch=os.urandom(16),
-        sequence=sequence,
-        request_hash=os.urandom(32),
-        reply_hash=sha256(payload),
-        previous_receipt=NO_RECEIPT,
-        upstream_receipt=b"",
-        time_ms=1,
-    )
-    receipt = replace(receipt, **lies).signed(pusher)
+    fields = {"nonce": os.urandom(16), "sequence": sequence, "reply_hash": sha256(payload)}
+    receipt = unsigned(**{"model_version": VERSION, "client": owner.peer_id} | fields | lies).signed(pusher)
     step = wire.Step(sequence=sequence, position=position, route_epoch=1, previous_receipt=receipt.hash())
     shape = [1, len(payload) // (4 * HIDDEN), HIDDEN]
     push = wire.Push(

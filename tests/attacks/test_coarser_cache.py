@@ -14,12 +14,10 @@ from petalnode.node.trust.bundle import session_bundle
 from petalnode.node.trust.receipt_log import SessionLog
 from petalnode.node.verification import recomputation
 from petalnode.node.verification.evidence_check import check_evidence
-from petalnode.node.verification.observed import observed_session
-from petalnode.node.verification.verdicts import Judge, Verdict
 from petalnode.protocols.ids import Span
 from tests.attacks.forger import ATTACKER, hidden
 from tests.attacks.kernels import OtherKernels
-from tests.signing_server import SigningServer
+from tests.signing_server import SigningServer, probed
 
 BFLOAT16, INT8 = "none/cache=bfloat16", "none/cache=int8"
 
@@ -43,19 +41,11 @@ def talked(server: SigningServer) -> SessionLog:
     return server.session(steps)
 
 
-def judged(folder: ModelFolder, log: SessionLog) -> Verdict:
-    seen = observed_session(log, "cpu")
-    assert seen is not None
-    judge = Judge(folder.path)
-    (compared,) = judge.compare([seen])
-    return judge.verdict(compared)
-
-
 @pytest.mark.parametrize(("announced", "held"), [("none", BFLOAT16), ("none", INT8), (BFLOAT16, INT8)])
 def test_fewer_bits_than_announced_are_proved(folder: ModelFolder, announced: str, held: str) -> None:
     """By a probe, and by a client's receipts."""
     log = talked(serving(folder, announced, held))
-    found = judged(folder, log)
+    found = probed(folder, log)
     assert found.verdict == "faulty" and " is off by " in found.reason, found
     assert check_evidence(session_bundle(ATTACKER, log, len(log.entries) - 1), folder).proven
 
@@ -63,13 +53,13 @@ def test_fewer_bits_than_announced_are_proved(folder: ModelFolder, announced: st
 @pytest.mark.parametrize("announced", [BFLOAT16, INT8])
 def test_who_holds_what_is_announced_is_right(folder: ModelFolder, announced: str) -> None:
     log = talked(serving(folder, announced, announced, "auto" if library() is None else "native"))
-    assert judged(folder, log).verdict == "ok"
+    assert probed(folder, log).verdict == "ok"
     with OtherKernels():
         log = talked(serving(folder, announced, announced))
-    assert judged(folder, log).verdict == "ok"
+    assert probed(folder, log).verdict == "ok"
     assert not check_evidence(session_bundle(ATTACKER, log, 0), folder).proven
 
 
 def test_coarser_weights_are_found_behind_a_coarse_cache(folder: ModelFolder) -> None:
-    found = judged(folder, talked(serving(folder, INT8, "nf4/cache=int8")))
+    found = probed(folder, talked(serving(folder, INT8, "nf4/cache=int8")))
     assert found.verdict == "faulty", found

@@ -25,23 +25,16 @@ from petalnode.node.swarm.versions import VERSIONS, manifests_to_ask
 from petalnode.node.swarm.view import SwarmView
 from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.announcement import (
-    Announcement,
-    ServerState,
-    SignedAnnouncement,
-    freshened,
-    sign_announcement,
-)
+from petalnode.protocols.announcement import Announcement
 from petalnode.protocols.directory import MAX_HEADER
-from petalnode.protocols.framing import MessageStream, varint
+from petalnode.protocols.framing import varint
 from petalnode.protocols.ids import DIRECTORY, Span
+from tests.announcements import MODEL, held, plain, signed
 from tests.attacks.forger import ATTACKER, HONEST
-from tests.directories import a_directory
+from tests.directories import Stream, a_directory
 from tests.memory_muxer import MemoryRaw, OtherEnd, muxer
 
-Stream = MessageStream[wire.DirectoryFrame]
 KEYS, STEP = 20, 0.0005
-PEERS = [Identity.from_seed(number.to_bytes(32, "big")).peer_id for number in range(1200)]
 
 
 def streams() -> tuple[Stream, Stream]:
@@ -62,14 +55,13 @@ def directory(stream: Stream | None = None) -> Directory:
     return a_directory(HONEST, open_stream)
 
 
-def announcement(version: bytes, identity: Identity | None = None) -> Announcement:
-    peer_id = (identity or Identity.generate()).peer_id
-    return Announcement(peer_id, version, "model", 10, Span(0, 1), ServerState.ONLINE)
+def announcement(version: bytes) -> Announcement:
+    return plain(Identity.generate().peer_id, model_version=version)
 
 
 async def test_page_of_forged_announcements_holds_up_nobody_else() -> None:
     """Checking a signature takes 0.1 ms, and a page has room for thousands of them."""
-    record = sign_announcement(HONEST, freshened(announcement(b"v" * 32, HONEST), now=time.time(), lifetime=60))
+    record = signed(HONEST)
     forged = wire.SignedAnnouncement(announcement=record.announcement, signature=bytes(64))
     turns = 0
 
@@ -116,7 +108,7 @@ async def test_questions_of_many_keys_have_one_addresss_turns(monkeypatch: pytes
         return sum(kind == DATA and length > 0 for kind, _, _, length, _ in other.frames())
 
     asked, limits = directory(), NodeLimits()
-    asked.own = sign_announcement(HONEST, freshened(announcement(b"v" * 32, HONEST), now=time.time(), lifetime=60))
+    asked.own = signed(HONEST)
     streams.set_handler(DIRECTORY, wire.DirectoryFrame, asked.serve, max_payload=0)
     async with AsyncExitStack() as stack:
         nursery = await stack.enter_async_context(trio.open_nursery())
@@ -164,11 +156,9 @@ def test_servers_that_are_connected_are_asked_first() -> None:
 def test_sample_of_huge_announcements_costs_milliseconds(own_model: bool, limit: int) -> None:
     """Each block was counted for each announcement and each place of the sample: 19 s for one question."""
     view = SwarmView()
-    for number in range(len(PEERS)):
-        version = number.to_bytes(32, "big") if own_model else b"m" * 32
-        plain = Announcement(PEERS[number], version, "model", 4096, Span(0, 4096), ServerState.ONLINE)
-        content = freshened(plain, now=time.time(), lifetime=60)
-        record = SignedAnnouncement(content, bytes(300), number.to_bytes(64, "big"))
+    for number in range(1200):
+        version = number.to_bytes(32, "big") if own_model else MODEL
+        record = held(number, Span(0, 4096), lifetime=60, size=300, model_version=version, num_blocks=4096)
         view = view.merge([record], time.time(), source=f"source {number % 16}", met=True)
     start = time.thread_time()
     assert len(sampled(view.page(b"", b""), view.origins, limit, time.time())) == limit

@@ -19,15 +19,13 @@ from petalnode.node.models.folder import ModelFolder
 from petalnode.node.trust.bundle import session_bundle
 from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.node.verification.judging import token_errors
-from petalnode.node.verification.observed import observed_session
 from petalnode.node.verification.tolerances import CODEC_SLACK
-from petalnode.node.verification.verdicts import Judge
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import CODECS, all_finite
 from petalnode.protocols.tensors import DTYPES, decode, encode
 from tests.attacks.forger import ATTACKER, hidden
 from tests.attacks.one_server import one_server
-from tests.signing_server import SigningServer, spoiled
+from tests.signing_server import SigningServer, probed, spoiled
 from tests.tiny_models import HIDDEN
 
 INT8 = "int8-block64"
@@ -141,19 +139,11 @@ def test_honest_server_is_not_blamed_for_codec(
     for step in range(len(steps)):
         outcome = check_evidence(session_bundle(ATTACKER, log, step), folder)
         assert not outcome.proven and not outcome.inconclusive, outcome
-    assert verdict_of(log, folder) == "ok"
+    assert probed(folder, log).verdict == "ok"
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_cheat_is_not_covered_by_a_codec(codec: str, server: SigningServer, folder: ModelFolder) -> None:
     log = server.session([(0, hidden(6), ()), (6, hidden(1, seed=2), ())], codec=codec, spoil=spoiled)
     assert check_evidence(session_bundle(ATTACKER, log, 1), folder).proven
-    assert verdict_of(log, folder) == "faulty"
-
-
-def verdict_of(log: Any, folder: ModelFolder) -> str:
-    observed = observed_session(log, "cpu")
-    assert observed is not None
-    judge = Judge(folder.path)
-    (compared,) = judge.compare([observed])
-    return judge.verdict(compared).verdict
+    assert probed(folder, log).verdict == "faulty"

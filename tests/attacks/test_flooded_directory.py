@@ -15,30 +15,19 @@ from petalnode.node.swarm import view as view_module
 from petalnode.node.swarm.view import SwarmView
 from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.announcement import (
-    ANNOUNCEMENT,
-    Announcement,
-    ServerState,
-    SignedAnnouncement,
-    freshened,
-    sign_announcement,
-)
+from petalnode.protocols.announcement import ANNOUNCEMENT, Announcement, SignedAnnouncement, sign_announcement
 from petalnode.protocols.directory import MAX_HEADER
-from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import Span
+from tests.announcements import MODEL, held, signed
 from tests.attacks.forger import ATTACKER, HONEST
-from tests.directories import a_directory
+from tests.directories import Stream, a_directory
 from tests.origins import Backed
 
 NOW = time.time()
-MODEL = b"m" * 32
 
 
 def announced(number: int, version: bytes = MODEL, lifetime: float = 45.0, now: float = NOW) -> SignedAnnouncement:
-    """A server's announcement; the view is given those that were checked, so that nobody need sign thousands."""
-    peer_id = Identity.from_seed(number.to_bytes(32, "big")).peer_id
-    plain = Announcement(peer_id, version, "model", 10, Span(number % 10, number % 10 + 1), ServerState.ONLINE)
-    return SignedAnnouncement(freshened(plain, now=now, lifetime=lifetime), b"", number.to_bytes(64, "big"))
+    return held(number, Span(number % 10, number % 10 + 1), now=now, lifetime=lifetime, model_version=version)
 
 
 def flood(count: int, version: bytes = MODEL) -> list[SignedAnnouncement]:
@@ -147,21 +136,14 @@ def test_servers_are_not_sorted_anew_for_other_models() -> None:
 # --- a directory that hears it
 
 
-Stream = MessageStream[wire.DirectoryFrame]
-
-
-def signed(count: int, lifetime: float) -> list[SignedAnnouncement]:
-    made = []
-    for identity in (Identity.generate() for _ in range(count)):
-        plain = Announcement(identity.peer_id, MODEL, "model", 10, Span(0, 1), ServerState.ONLINE)
-        made.append(sign_announcement(identity, freshened(plain, now=time.time(), lifetime=lifetime)))
-    return made
+def of_servers(count: int, lifetime: float) -> list[SignedAnnouncement]:
+    return [signed(Identity.generate(), lifetime=lifetime) for _ in range(count)]
 
 
 @pytest.mark.virtual_time
 async def test_asking_an_attacker_keeps_what_honest_peers_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(view_module, "MAX_RECORDS", 64)
-    pages = {HONEST.peer_id: signed(30, 1000.0), ATTACKER.peer_id: signed(100, ANNOUNCEMENT.max_lifetime)}
+    pages = {HONEST.peer_id: of_servers(30, 1000.0), ATTACKER.peer_id: of_servers(100, ANNOUNCEMENT.max_lifetime)}
     async with trio.open_nursery() as nursery:
 
         async def open_stream(peer_id: str, _timeout: float) -> Stream:
@@ -207,7 +189,7 @@ def test_made_up_versions_displace_no_served_model() -> None:
 
 async def test_storing_node_keeps_the_list_with_more_addresses() -> None:
     now = time.time()
-    honest, false = signed(1, ANNOUNCEMENT.max_lifetime), signed(1, ANNOUNCEMENT.max_lifetime)
+    honest, false = (of_servers(1, ANNOUNCEMENT.max_lifetime) for _ in range(2))
     made_up = [
         sign_announcement(one, replace(false[0].content, peer_id=one.peer_id, model_version=bytes([number]) * 32))
         for number, one in ((number, Identity.generate()) for number in range(32))

@@ -11,7 +11,7 @@ import pytest
 from petalnode.crypto.evidence import ExchangedTensors, NotProven
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.pledge import Pledge
-from petalnode.crypto.receipts import NO_RECEIPT, Receipt
+from petalnode.crypto.receipts import Receipt
 from petalnode.node.trust.bundle import Bundle, batch_bundle, equivocation_bundle, session_bundle
 from petalnode.node.trust.receipt_log import LoggedBatch, SessionLog
 from petalnode.node.trust.statement import SelfProven, SessionClaim, check_statement
@@ -29,6 +29,8 @@ from petalnode.protocols.inference import (
 )
 from petalnode.protocols.training import MICRO_BATCH_TOKENS, KeptSet, MicroBatch, hash_of_payloads
 from tests.attacks.forger import ATTACKER, altered, signed_anew
+from tests.messages import opening
+from tests.receipts import unsigned
 
 SERVER, CLIENT = (Identity.from_seed(bytes([number]) * 32) for number in (21, 22))
 VERSION, NONCE, EPOCH = b"v" * 32, b"n" * 16, b"e" * 16
@@ -44,23 +46,8 @@ class Signer:
 
 
 def receipt(**fields: Any) -> Receipt:
-    usual: dict[str, Any] = {
-        "protocol_version": 1,
-        "model_version": VERSION,
-        "span": SPAN,
-        "dtype": "float32",
-        "quantisation": "none",
-        "client": CLIENT.peer_id,
-        "nonce": NONCE,
-        "session_epoch": EPOCH,
-        "sequence": 1,
-        "request_hash": b"",
-        "reply_hash": b"",
-        "previous_receipt": NO_RECEIPT,
-        "upstream_receipt": b"",
-        "time_ms": 5000,
-    }
-    return Receipt(**usual | fields).signed(SERVER)
+    usual = {"model_version": VERSION, "span": SPAN, "client": CLIENT.peer_id, "time_ms": 5000}
+    return unsigned(**usual | fields).signed(SERVER)
 
 
 def tensor(*shape: int, **fields: Any) -> wire.Tensor:
@@ -76,20 +63,11 @@ STEPS: list[Step] = [(0, tensor(2, 5, HIDDEN), ()), (5, tensor(2, 1, HIDDEN), ()
 
 def session(steps: Sequence[Step] = STEPS, pledge: Pledge | None = PLEDGE, **opened: Any) -> Bundle:
     """Evidence of the answer to the last of `steps` (position, tensor, reorder), which the server has signed."""
-    usual: dict[str, Any] = {
-        "protocol_version": 1,
-        "model_version": VERSION,
-        "span": wire.Span(start=SPAN[0], end=SPAN[1]),
-        "max_length": 10,
-        "batch": 2,
-        "codec": "none",
-        "activation_dtype": "float32",
-        "nonce": NONCE,
-    }
-    opening = wire.Open(**usual | opened)
+    usual = {"model_version": VERSION, "nonce": NONCE, "max_length": 10, "batch": 2}
+    asked_for = opening(Span(*SPAN), **usual | opened)
     log = SessionLog(SERVER.peer_id, keeps_tensors=True)
-    log.begin(opening, wire.Granted(session_epoch=EPOCH, pledge=pledge_to_wire(pledge) if pledge else None))
-    previous = root_of(opening, CLIENT.peer_id, EPOCH, pledge.hash() if pledge else b"")
+    log.begin(asked_for, wire.Granted(session_epoch=EPOCH, pledge=pledge_to_wire(pledge) if pledge else None))
+    previous = root_of(asked_for, CLIENT.peer_id, EPOCH, pledge.hash() if pledge else b"")
     for sequence, (position, header, reorder) in enumerate(steps, 1):
         step, asked = wire.Step(sequence=sequence, position=position, reorder=reorder), b"in %d" % sequence
         request = hash_of_step(step, header, sha256(asked))

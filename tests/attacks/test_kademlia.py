@@ -23,16 +23,10 @@ from petalnode.node.network.kad_messages import MAX_REQUEST_FIELDS, BadMessage, 
 from petalnode.node.network.kad_store import server_key
 from petalnode.node.network.standard_protocols import IDENTIFY_PUSH
 from petalnode.node.network.transport.stream_bytes import StreamBytes
-from petalnode.protocols.announcement import (
-    Announcement,
-    ServerState,
-    SignedAnnouncement,
-    freshened,
-    sign_announcement,
-)
+from petalnode.protocols.announcement import SignedAnnouncement
 from petalnode.protocols.delimited import DelimitedStream
 from petalnode.protocols.framing import PeerError, varint
-from petalnode.protocols.ids import Span
+from tests.announcements import signed
 from tests.attacks.hosts import LOOPBACK, TIMEOUT, delimited, host, knowing
 
 KAD = "/ipfs/kad/1.0.0"
@@ -67,8 +61,7 @@ FIND = Message(type=Message.FIND_NODE, key=b"\x12\x20" + bytes(32))
 
 
 def announced(identity: Identity, ago: float = 0) -> SignedAnnouncement:
-    content = Announcement(identity.peer_id, b"v" * 32, "model", 30, Span(0, 10), ServerState.ONLINE)
-    return sign_announcement(identity, freshened(content, now=time.time() - ago, lifetime=300))
+    return signed(identity, now=time.time() - ago, lifetime=300)
 
 
 def put(key: bytes, value: bytes, **more: bytes) -> Message:

@@ -5,37 +5,22 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import replace
 
 import pytest
 
-from petalnode.crypto.identity import Identity
 from petalnode.node.swarm.sample import SAMPLING, sampled
 from petalnode.node.swarm.view import SwarmView
-from petalnode.protocols.announcement import ANNOUNCEMENT, Announcement, ServerState, SignedAnnouncement, freshened
+from petalnode.protocols.announcement import ANNOUNCEMENT
 from petalnode.protocols.directory import DIRECTORY_LIMITS
 from petalnode.protocols.ids import Span
+from tests.announcements import MODEL, held
+from tests.directories import from_many
 
-MODEL, BLOCKS = b"m" * 32, 10
-PEERS = [Identity.from_seed(number.to_bytes(32, "big")).peer_id for number in range(1200)]
-
-
-def held(number: int, *, age: float = 0.0, size: int = 600) -> SignedAnnouncement:
-    """As a view holds it after its signature was checked; it holds for an hour."""
-    span = Span(number % (BLOCKS - 2), number % (BLOCKS - 2) + 3)
-    plain = Announcement(PEERS[number], MODEL, "model", BLOCKS, span, ServerState.ONLINE)
-    content = freshened(plain, now=time.time() - age, lifetime=ANNOUNCEMENT.max_lifetime)
-    return SignedAnnouncement(content, bytes(size), number.to_bytes(64, "big"))
+BLOCKS = 10
+OLD = 0.6 * ANNOUNCEMENT.max_lifetime
 
 
 # --- large announcements in the place of small ones
-
-
-def from_many(count: int) -> SwarmView:
-    view = SwarmView()
-    for number in range(count):
-        view = view.merge([held(number)], time.time(), source=f"server {number}", met=True)
-    return view
 
 
 @pytest.mark.parametrize(
@@ -61,15 +46,14 @@ def test_large_announcements_push_small_ones_from_no_answer(limit: int, most: in
 
 
 def test_records_outlive_servers_for_half_their_time_only() -> None:
-    there, gone = from_many(200), [held(number, age=0.6 * ANNOUNCEMENT.max_lifetime) for number in range(500, 800)]
+    there, gone = from_many(200), [held(number, now=time.time() - OLD, size=600) for number in range(500, 800)]
     view = there.merge(gone, time.time(), source="a peer")
     found = sampled(view.page(MODEL, b""), view.origins, SAMPLING.servers, time.time(), random.Random(1))
     assert {record.content.peer_id for record in found} <= there.records.keys() and len(found) == SAMPLING.servers
 
 
 def test_unique_blocks_server_is_not_left_out() -> None:
-    late = replace(held(0, age=0.6 * ANNOUNCEMENT.max_lifetime), announcement=b"")
-    late = replace(late, content=replace(late.content, span=Span(BLOCKS - 1, BLOCKS)))
-    fresh = [held(number) for number in range(8, 400, 8)]  # all hold blocks 0:3
+    late = held(0, Span(BLOCKS - 1, BLOCKS), now=time.time() - OLD)
+    fresh = [held(number, size=600) for number in range(8, 400, 8)]  # all hold blocks 0:3
     view = SwarmView().merge([*fresh, late], time.time())
     assert late in sampled(view.page(MODEL, b""), view.origins, 20, time.time())

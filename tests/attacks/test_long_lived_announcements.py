@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,41 +20,24 @@ from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import (
     ANNOUNCEMENT,
-    Announcement,
     BadAnnouncement,
     ServerState,
     SignedAnnouncement,
-    freshened,
     open_signed,
-    sign_announcement,
 )
 from petalnode.protocols.directory import MAX_HEADER
-from petalnode.protocols.framing import MessageStream, PeerError, StreamClosed
+from petalnode.protocols.framing import PeerError, StreamClosed
 from petalnode.protocols.ids import Span
+from tests import announcements
+from tests.announcements import MODEL, identity_of, plain
 from tests.attacks.forger import ATTACKER, HONEST
-from tests.directories import a_directory, announcer_of
+from tests.directories import Stream, a_directory, announcer_of, answered_by, from_many, nothing
 
 pytestmark = pytest.mark.virtual_time
 
-MODEL, BLOCKS, TTL, SPAN = b"m" * 32, 10, 45.0, Span(0, 10)
-ADDRS = ("/ip4/192.0.2.1/tcp/1",)
-SOME = [Identity.from_seed(number.to_bytes(32, "big")).peer_id for number in range(2000)]
-Stream = MessageStream[wire.DirectoryFrame]
-
-
-def plain(peer_id: str, span: Span = SPAN, state: ServerState = ServerState.ONLINE) -> Announcement:
-    return Announcement(peer_id, MODEL, "model", BLOCKS, span, state, addrs=ADDRS)
-
-
-def held(number: int) -> SignedAnnouncement:
-    """As a view holds it after its signature was checked."""
-    span = Span(number % (BLOCKS - 2), number % (BLOCKS - 2) + 3)
-    content = freshened(plain(SOME[number], span), now=time.time(), lifetime=ANNOUNCEMENT.max_lifetime)
-    return SignedAnnouncement(content, bytes(600), number.to_bytes(64, "big"))
-
-
-async def nothing(*_: Any, **__: Any) -> None:
-    await trio.lowlevel.checkpoint()
+TTL = 45.0
+held = partial(announcements.held, size=600, addrs=("/ip4/192.0.2.1/tcp/1",))
+signed = partial(announcements.signed, lifetime=ANNOUNCEMENT.max_lifetime)
 
 
 # --- a flood makes a small swarm look like a large one
@@ -116,13 +100,6 @@ def test_no_number_of_keys_makes_nodes_tell_more() -> None:
     assert max(costs) <= costs[0] < 1000
 
 
-def from_many(count: int) -> SwarmView:
-    view = SwarmView()
-    for number in range(count):
-        view = view.merge([held(number)], time.time(), source=f"server {number}", met=True)
-    return view
-
-
 @pytest.mark.parametrize("answer", [40_000, 150_000, 500_000])
 async def test_long_answers_cost_time_not_traffic(answer: int) -> None:
     """Of peers that fill their answers with what does not count, as far as the asking node takes it."""
@@ -132,21 +109,13 @@ async def test_long_answers_cost_time_not_traffic(answer: int) -> None:
     async with trio.open_nursery() as nursery:
 
         async def serve(stream: Stream) -> None:
-            try:
+            frame, _ = await stream.receive(timeout=None)
+            while not frame.HasField("query"):
                 frame, _ = await stream.receive(timeout=None)
-                while not frame.HasField("query"):
-                    frame, _ = await stream.receive(timeout=None)
-                await stream.send(page, timeout=5)
-                await stream.receive(timeout=None)
-            except PeerError:
-                pass
+            await stream.send(page, timeout=5)
+            await stream.receive(timeout=None)
 
-        async def open_stream(peer_id: str, _timeout: float) -> Stream:
-            ours, theirs = message_streams(wire.DirectoryFrame, HONEST.peer_id, peer_id, max_header=MAX_HEADER)
-            nursery.start_soon(serve, theirs)
-            return ours
-
-        asking = a_directory(HONEST, open_stream, listens=True)
+        asking = a_directory(HONEST, answered_by(serve, nursery), listens=True)
         asking.merge([held(number) for number in range(1500)], source="attacker")
         taken = 0
         merged = asking._merge_page
@@ -173,8 +142,7 @@ async def test_long_answers_cost_time_not_traffic(answer: int) -> None:
 def test_clock_that_is_wrong_harms_its_owner_only(behind: float, counts: bool) -> None:
     """A server whose clock is `behind` by some seconds in a large swarm."""
     now = time.time()
-    content = freshened(plain(HONEST.peer_id), now=now - behind, lifetime=ANNOUNCEMENT.max_lifetime)
-    record = sign_announcement(HONEST, content)
+    record = signed(HONEST, now=now - behind)
     if not counts:
         with pytest.raises(BadAnnouncement):
             open_signed(record.to_wire(), now=now)
@@ -214,10 +182,9 @@ async def test_directorys_marks_take_nobody_out_of_a_view() -> None:
         return message_streams(wire.DirectoryFrame, "us", peer_id, max_header=MAX_HEADER)[0]
 
     there = a_directory(ATTACKER, open_stream)
-    made = freshened(plain(HONEST.peer_id), now=time.time() - 100, lifetime=ANNOUNCEMENT.max_lifetime)
-    record = sign_announcement(HONEST, made)
+    record = signed(HONEST, now=time.time() - 100)
     there.merge([record, *(held(number) for number in range(300))])
-    there._contacts.answered(SOME[0], time.time())
+    there._contacts.answered(identity_of(0).peer_id, time.time())
     with pytest.raises(PeerError):
         await there.pull(HONEST.peer_id, timeout=5)
     assert there.is_unreached(HONEST.peer_id)
@@ -245,32 +212,19 @@ def open_told(message: wire.SignedAnnouncement) -> str:
 @pytest.mark.parametrize("answer", ["of another", "older", "forged"])
 async def test_server_asked_for_its_announcement_speaks_for_itself(answer: str) -> None:
     now = time.time()
-    held_of = sign_announcement(
-        ATTACKER, freshened(plain(ATTACKER.peer_id), now=now - 600, lifetime=ANNOUNCEMENT.max_lifetime)
-    )
-    honest = sign_announcement(HONEST, freshened(plain(HONEST.peer_id), now=now, lifetime=ANNOUNCEMENT.max_lifetime))
-    older = sign_announcement(
-        ATTACKER, freshened(plain(ATTACKER.peer_id, Span(0, 1)), now=now - 900, lifetime=ANNOUNCEMENT.max_lifetime)
-    )
+    held_of, honest = signed(ATTACKER, now=now - 600), signed(HONEST, now=now)
+    older = signed(ATTACKER, Span(1, 2), now=now - 900)
     forged = replace(honest, signature=bytes(64))
     said = {"of another": honest, "older": older, "forged": forged}[answer]
     async with trio.open_nursery() as nursery:
 
-        async def open_stream(peer_id: str, _timeout: float) -> Stream:
-            ours, theirs = message_streams(wire.DirectoryFrame, "us", peer_id, max_header=MAX_HEADER)
-            nursery.start_soon(serve, theirs)
-            return ours
-
         async def serve(stream: Stream) -> None:
             while True:
-                try:
-                    frame, _ = await stream.receive(timeout=None)
-                except PeerError:
-                    return
+                frame, _ = await stream.receive(timeout=None)
                 page = wire.DirectoryRecords(records=[said.to_wire()])
                 await stream.send(frame if frame.HasField("ping") else wire.DirectoryFrame(records=page), timeout=5)
 
-        asking = a_directory(Identity.generate(), open_stream)
+        asking = a_directory(Identity.generate(), answered_by(serve, nursery))
         asking.merge([held_of])
         before = asking.view
         await asking.measure_rtt(ATTACKER.peer_id, timeout=60)
@@ -281,7 +235,7 @@ async def test_server_asked_for_its_announcement_speaks_for_itself(answer: str) 
 
 def test_made_up_servers_do_not_decide_known_shares() -> None:
     directory = a_directory(HONEST, nothing)
-    directory.own = sign_announcement(HONEST, freshened(plain(HONEST.peer_id), now=time.time(), lifetime=TTL))
+    directory.own = announcements.signed(HONEST)
     known = [held(number) for number in range(200)]
     directory.merge(known)
     made_up: Callable[[int], Sequence[SignedAnnouncement]] = lambda turn: [  # noqa: E731

@@ -12,16 +12,14 @@ from petalnode.node.server.steps import ComputeSession, QueuedStep, StepInput, S
 from petalnode.node.trust.bundle import batch_bundle, session_bundle
 from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.node.verification.judging import distance, judge_distance, kept_distances
-from petalnode.node.verification.observed import observed_session
 from petalnode.node.verification.tolerances import Kind, Tolerance, find_tolerance
-from petalnode.node.verification.verdicts import Judge
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import FORWARD
 from petalnode.protocols.inference import Refusal
 from petalnode.protocols.tensors import decode, encode, largest
 from petalnode.protocols.training import BatchTerms, MicroBatch
 from tests.attacks.forger import ATTACKER, hidden
-from tests.signing_server import SigningServer
+from tests.signing_server import SigningServer, probed
 
 TOLERANCE = Tolerance(ok_worst=0.02, ok_mean=0.01, faulty_worst=0.04, faulty_mean=0.02)
 
@@ -44,11 +42,7 @@ def test_an_honest_server_is_not_convicted(
     log = coarse.session([(0, hidden(3), ()), (3, with_value(value), ())], codec=codec)
     outcome = check_evidence(session_bundle(ATTACKER, log, 1), folder)
     assert outcome.inconclusive and not outcome.proven, outcome
-    observed = observed_session(log, "cpu")
-    assert observed is not None
-    judge_here = Judge(folder.path)
-    (compared,) = judge_here.compare([observed])
-    assert judge_here.verdict(compared).verdict == "inconclusive"
+    assert probed(folder, log).verdict == "inconclusive"
 
 
 def test_an_honest_batch_is_not_convicted(coarse: SigningServer, folder: ModelFolder) -> None:

@@ -25,15 +25,10 @@ from petalnode.node.swarm import provider_records
 from petalnode.node.swarm.provider_records import SEARCH, ProviderRecords, blocks_sought
 from petalnode.node.testing import MemoryNetwork
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.announcement import (
-    Announcement,
-    ServerState,
-    SignedAnnouncement,
-    freshened,
-    sign_announcement,
-)
+from petalnode.protocols.announcement import SignedAnnouncement
 from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import DIRECTORY, Span, blocks_key
+from tests.announcements import signed
 from tests.attacks.trap import Trap, victim
 from tests.directory_node import DirectoryNode
 from tests.origins import At
@@ -225,11 +220,8 @@ BLOCKS = 30
 
 
 def announced(identity: Identity, start: int = 0, version: bytes = VERSION) -> SignedAnnouncement:
-    span = Span(start, start + 10)
-    content = Announcement(
-        identity.peer_id, version, "model", BLOCKS, span, ServerState.ONLINE, addrs=("/ip4/11.0.0.1/tcp/1",)
-    )
-    return sign_announcement(identity, freshened(content, now=time.time(), lifetime=300))
+    fields = {"model_version": version, "num_blocks": BLOCKS, "addrs": ("/ip4/11.0.0.1/tcp/1",)}
+    return signed(identity, Span(start, start + 10), lifetime=300, **fields)
 
 
 class Provider:

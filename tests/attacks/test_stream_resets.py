@@ -21,7 +21,7 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
 from tests.attacks.hosts import LOOPBACK, host, knowing
 from tests.attacks.muxed_connections import ATTACKER, HONEST, connections
-from tests.memory_muxer import MemoryRaw, OtherEnd, muxer, settled
+from tests.memory_muxer import MemoryRaw, OtherEnd, accepted, muxer, settled
 from tests.node_inspection import frames_taken, limits_of
 from tests.patience import eventually
 
@@ -188,9 +188,8 @@ async def test_strangers_take_less_while_others_use_grants() -> None:
 @pytest.mark.virtual_time
 @pytest.mark.parametrize(("frames", "quiet"), [(5000, True), (20_000, False)])
 async def test_sessions_steps_are_quiet_and_floods_are_not(frames: int, quiet: bool) -> None:
-    async with muxer(MemoryRaw(origin=HONEST)) as (ours, honest):
-        honest.open(1)
-        (await ours.accept_stream()).grant()
+    async with accepted(MemoryRaw(origin=HONEST)) as (ours, honest, stream):
+        stream.grant()
         for _ in range(200):
             honest.say_bytes((HEADER.pack(0, DATA, 0, 1, 4) + b"step") * (frames // 200))
             await trio.sleep(0.005)

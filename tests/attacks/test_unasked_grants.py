@@ -15,7 +15,7 @@ from petalnode.node.swarm.swarm import open_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.directory import DIRECTORY_LIMITS
 from petalnode.protocols.ids import TRANSFER
-from tests.memory_muxer import muxer, settled
+from tests.memory_muxer import accepted, settled
 from tests.node_inspection import limits_of
 from tests.swarm.processes import LOOPBACK
 from tests.swarm.relays import echoed, host_here, relay_here, reserve
@@ -56,9 +56,7 @@ async def test_circuit_serves_no_end_until_a_grant() -> None:
 
 @pytest.mark.virtual_time
 async def test_wide_window_and_grant_are_independent() -> None:
-    async with muxer() as (ours, other):
-        other.open(1)
-        stream = await ours.accept_stream()
+    async with accepted() as (ours, other, stream):
         stream.widen(1 << 20)
         other.send(1, bytes(1000))
         await settled()

@@ -18,7 +18,7 @@ from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
 from tests.attacks.granted_session import CLIENT, STRANGER, TIMEOUT, UPSTREAM
 from tests.attacks.one_server import one_server, pushed
-from tests.memory_muxer import MemoryRaw, muxer, settled
+from tests.memory_muxer import MemoryRaw, accepted, muxer, settled
 from tests.node_inspection import limits_of, raw_of
 from tests.patience import eventually
 from tests.swarm.raw import RawSession, values
@@ -64,9 +64,9 @@ async def test_handler_that_has_granted_nothing_is_sent_little() -> None:
 async def test_unread_streams_take_a_small_budget_only() -> None:
     limits = NodeLimits(budgets_of(0))
     async with AsyncExitStack() as stack:
-        honest, server = await stack.enter_async_context(muxer(MemoryRaw(origin="192.0.2.1"), limits=limits, key=3))
-        server.open(1)
-        granted = await honest.accept_stream()
+        _, server, granted = await stack.enter_async_context(
+            accepted(MemoryRaw(origin="192.0.2.1"), limits=limits, key=3)
+        )
         granted.grant()
         server.send(1, bytes(60 * KIB))
         for _ in range(40):
@@ -89,9 +89,7 @@ async def test_unread_streams_take_a_small_budget_only() -> None:
 @pytest.mark.virtual_time
 async def test_stream_that_is_granted_more_counts_with_others() -> None:
     limits = NodeLimits()
-    async with muxer(MemoryRaw(origin="192.0.2.1"), limits=limits) as (ours, other):
-        other.open(1)
-        stream = await ours.accept_stream()
+    async with accepted(MemoryRaw(origin="192.0.2.1"), limits=limits) as (ours, other, stream):
         other.send(1, bytes(1000))
         await settled()
         address = limits.of_address("192.0.2.1")

@@ -36,12 +36,12 @@ from petalnode.node.verification.recomputation import (
     last_of,
 )
 from petalnode.node.verification.tolerances import Kind, Tolerance, find_tolerance, noise_of
-from petalnode.node.verification.verdicts import Compared, Judge, Verdict
+from petalnode.node.verification.verdicts import Compared, Judge
 from petalnode.protocols.ids import Span
 from petalnode.protocols.tensors import decode, encode
 from tests.attacks.forger import ATTACKER, hidden
 from tests.attacks.kernels import OtherKernels, decisive, subnormals_are_zero
-from tests.signing_server import SigningServer, Spoil, spoiled
+from tests.signing_server import SigningServer, Spoil, probed, spoiled
 from tests.tiny_models import save_tiny
 
 SPAN = Span(1, 4)
@@ -63,15 +63,6 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
 
 def serving(folder: ModelFolder, dtype: str = "float32", quant: str = "none") -> SigningServer:
     return SigningServer(folder.path, compute_manifest(folder).version, SPAN, dtype=dtype, quant=quant)
-
-
-def probed(folder: ModelFolder, log: SessionLog) -> Verdict:
-    """What a validator finds whose probe this was."""
-    seen = observed_session(log, "cpu")
-    assert seen is not None
-    judge = Judge(folder.path)
-    (compared,) = judge.compare([seen])
-    return judge.verdict(compared)
 
 
 def plainly(server: SigningServer, folder: ModelFolder, log: SessionLog) -> str:

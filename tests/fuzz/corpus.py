@@ -12,13 +12,15 @@ from petalnode.crypto.credits import Clearing, CreditQuery, DepositOrder, Transf
 from petalnode.crypto.evidence import ACCUSATION_DOMAIN
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.crypto.pledge import Pledge
-from petalnode.crypto.receipts import NO_RECEIPT, Receipt
+from petalnode.crypto.receipts import Receipt
 from petalnode.node.trust.bundle import Bundle, equivocation_bundle
 from petalnode.node.trust.evidence_message import Endorsement, EvidenceMessage
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, RelayOffer, ServerState
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import receipt_to_wire, root_of, sha256
+from tests import messages
+from tests.receipts import unsigned
 
 ATTACKER: Final = Identity.from_seed(b"attacker" * 4)
 SERVER: Final = Identity.from_seed(b"a server" * 4)
@@ -87,38 +89,17 @@ def _announcement(server: Identity) -> bytes:
 
 
 def receipt(server: Identity = ATTACKER, **fields: Any) -> Receipt:
-    usual: dict[str, Any] = {
-        "protocol_version": 1,
-        "model_version": VERSION,
-        "span": (0, 6),
-        "dtype": "float32",
-        "quantisation": "none",
-        "client": OTHER.peer_id,
-        "nonce": NONCE,
-        "session_epoch": EPOCH,
-        "sequence": 1,
-        "request_hash": sha256(b"asked"),
-        "reply_hash": sha256(b"answered"),
-        "previous_receipt": NO_RECEIPT,
-        "upstream_receipt": b"",
-        "time_ms": NOW_MS,
-        "adapter": bytes(32),
-    }
-    return Receipt(**usual | fields).signed(server)
+    usual = {"model_version": VERSION, "span": (0, 6), "client": OTHER.peer_id, "time_ms": NOW_MS, "adapter": bytes(32)}
+    return unsigned(**usual | fields).signed(server)
 
 
 def opening() -> wire.Open:
-    return wire.Open(
-        protocol_version=1,
+    return messages.opening(
+        Span(0, 6),
         model_version=VERSION,
-        span=wire.Span(start=0, end=6),
-        max_length=64,
         batch=2,
         left_padding=[0, 1],
-        codec="none",
-        activation_dtype="float32",
         nonce=NONCE,
-        route_epoch=1,
         upstream=peer_id_to_bytes(OTHER.peer_id),
         downstream=peer_id_to_bytes(SERVER.peer_id),
         wait_ms=100,

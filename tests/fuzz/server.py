@@ -25,19 +25,18 @@ from petalnode.node.server.requests import request as request_module
 from petalnode.node.server.requests import service as service_module
 from petalnode.node.server.requests.adapters import Adapters
 from petalnode.node.server.requests.admission import Hosted
-from petalnode.node.server.requests.pushes import PushStream
 from petalnode.node.server.requests.request import RequestContext
 from petalnode.node.server.requests.service import RequestService
 from petalnode.protocols import ids
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.adapter import MAX_HEADER as MAX_ADAPTER_HEADER
 from petalnode.protocols.adapter import hash_of_adapter, hashes_of_blocks
-from petalnode.protocols.framing import StreamClosed
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import MAX_STEP_BYTES, Refusal, receipt_from_wire, receipt_to_wire, sha256
 from petalnode.protocols.tensors import encode
 from petalnode.protocols.training import MAX_HEADER as MAX_BATCH_HEADER
 from petalnode.protocols.training import PIECE_BYTES
+from tests.attacks.one_server import NobodyNext
 from tests.fuzz import corpus
 from tests.fuzz.corpus import ATTACKER, EPOCH, NONCE, OTHER, SERVER, VERSION
 from tests.fuzz.harness import Target
@@ -45,6 +44,7 @@ from tests.fuzz.mutation import Mutator
 from tests.fuzz.parsers import parsed
 from tests.fuzz.streams import Conversation, Frame, Handlers, Talk, conversation
 from tests.inspection import adapters_coming, budgets_of, open_batches
+from tests.messages import batch_opening
 from tests.node_inspection import held, logged
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, save_tiny
 
@@ -105,14 +105,6 @@ class InPlace(ComputeThread):
         pending.done.set()
 
 
-class _NobodyNext:
-    async def open_push(self, peer_id: str, *, direct: bool = False) -> PushStream:
-        raise StreamClosed("nobody is there", peer_id)
-
-    def watch_direct(self, peer_id: str) -> trio.Event:
-        return trio.Event()
-
-
 @cache
 def blocks(kind: str = "llama") -> BlockSpan:
     torch.set_num_threads(1)
@@ -137,7 +129,7 @@ async def opened(kind: str = "llama") -> AsyncIterator[Talk]:
         patch.object(request_module, "os", SimpleNamespace(urandom=lambda size: EPOCH[:size])),
     ):
         adapters = Adapters(context)
-        service = RequestService(context, cache_budget, _NobodyNext(), adapters)
+        service = RequestService(context, cache_budget, NobodyNext(), adapters)
         set_handler = handlers.streams.set_handler
         set_handler(ids.INFERENCE, wire.InferenceFrame, service.handle_session, max_payload=MAX_STEP_BYTES)
         set_handler(ids.PUSH, wire.PushFrame, service.handle_push, max_payload=MAX_STEP_BYTES)
@@ -261,14 +253,7 @@ def _lora() -> dict[str, torch.Tensor]:
 def _batches(protocol: str) -> tuple[Frame, ...]:
     stream = f"{protocol} 1"
     backward = protocol == ids.BACKWARD
-    opening = wire.BatchOpen(
-        protocol_version=1,
-        model_version=VERSION,
-        span=wire.Span(start=2, end=4),
-        codec="none",
-        activation_dtype="float32",
-        nonce=NONCE,
-    )
+    opening = batch_opening(ids.Span(2, 4), model_version=VERSION, nonce=NONCE)
     prompts = encode(torch.randn(2, 1, 2, HIDDEN, generator=torch.Generator().manual_seed(1)), "none")
     kept = {"prompts": prompts} | {name: encode(tensor, "none") for name, tensor in _lora().items()}
     keep = wire.Keep(number=1, names=list(kept), tensors=[tensor for tensor, _ in kept.values()])

@@ -22,10 +22,11 @@ from petalnode.node.server.steps import ComputeSession
 from petalnode.protocols.ids import Span
 from petalnode.protocols.prefix import PrefixNames, token_digests
 from petalnode.protocols.training import LORA_PARTS, LoraName
+from tests.greedy import prompt
 from tests.parity.kernel_spans import KNOWN, conversation, lora, needs_kernels, off, saved, values
 from tests.parity.local_swarm import loaded
 from tests.parity.whole import whole_of
-from tests.tiny_models import CROSSING, CUTS, HIDDEN, HYBRIDS, NUM_BLOCKS, VOCABULARY
+from tests.tiny_models import CROSSING, CUTS, HIDDEN, HYBRIDS, NUM_BLOCKS
 
 Tiny = Callable[[str], Path]
 PLENTY = 1 << 40
@@ -39,10 +40,6 @@ def split(folder: Path, *ends: int, kernels: Sequence[Any] = (), **options: Any)
     )
 
 
-def tokens(batch: int, count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (batch, count), generator=torch.Generator().manual_seed(seed))
-
-
 # Of those that keep keys and values alone, one of each kind of cache and mask.
 @pytest.mark.parametrize("architecture", ["llama", "bloom", "gpt_oss", "deepseek_v32", "llama4", *HYBRIDS, *CROSSING])
 def test_sessions_equal_those_of_its_parts(architecture: str, tiny: Tiny) -> None:
@@ -50,7 +47,7 @@ def test_sessions_equal_those_of_its_parts(architecture: str, tiny: Tiny) -> Non
     cuts = CUTS.get(architecture, (Span(0, 2), Span(2, 3), Span(3, 6)))
     parts = [loaded(folder, cut) for cut in cuts]
     both, whole = SplitSpan(parts), whole_of(folder)
-    ids = [tokens(1, 24), tokens(3, 24, seed=1)]
+    ids = [prompt(1, 24), prompt(3, 24, seed=1)]
     entered = [whole.step(given, whole.cache())[0] for given in ids]
     paddings = None, [0, 5, 2]
     caches = [both.make_cache(len(given), 40, padding) for given, padding in zip(ids, paddings, strict=True)]

@@ -16,9 +16,10 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.announcement import Announcement, ServerState
+from petalnode.protocols.announcement import Announcement
 from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import Span
+from tests.announcements import plain
 
 ECHO = "/echo/1"
 
@@ -30,13 +31,12 @@ async def echo(stream: MessageStream[wire.InferenceFrame]) -> None:
 
 
 def made_up(swarm: Swarm, options: dict) -> Announcement:
-    return Announcement(
-        peer_id=swarm.peer_id,
+    return plain(
+        swarm.peer_id,
+        Span(*options["blocks"]),
         model_version=bytes.fromhex(options.get("model_version", "11" * 32)),
         model_name=options.get("model_name", "made-up"),
         num_blocks=options.get("num_blocks", 64),
-        span=Span(*options["blocks"]),
-        state=ServerState.ONLINE,
         step_seconds=options.get("step_seconds", 0.01),
         cache_tokens=4096,
         cache_tokens_free=4096,

@@ -157,6 +157,15 @@ def swarm() -> Iterator[MemorySwarm]:
 
 
 @pytest.fixture(scope="module")
+def model(swarm: MemorySwarm, servers: Any, folder: Path) -> Iterator[Any]:
+    """A client's model of `folder` over the `servers` of the file, unless it has another."""
+    from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
+
+    with swarm.open_model(AutoDistributedModelForCausalLM, folder) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
 def pool(folder: Path) -> Iterator[MemoryPool]:
     """Servers of `folder` in this process; none yet."""
     from tests.swarm.memory_pool import memory_pool

@@ -11,6 +11,8 @@ from torch import nn
 
 from tests.tiny_models import NUM_BLOCKS
 
+TOLERANCE = 1e-4
+
 
 class PlainTuning(nn.Module):
     """Soft prompts in place of the embeddings of the first tokens, deep prompts added in front of each block."""
@@ -44,6 +46,12 @@ class PlainTuning(nn.Module):
     def _put(self, module: nn.Module, args: Any, embedded: torch.Tensor) -> torch.Tensor:
         count = len(self.prompt_embeddings)
         return torch.cat([self.prompt_embeddings.expand(len(embedded), -1, -1), embedded[:, count:]], dim=1)
+
+
+def close(got: torch.Tensor | None, expected: torch.Tensor | None) -> None:
+    assert got is not None and expected is not None and got.shape == expected.shape
+    difference = float((got - expected).detach().abs().max() / expected.detach().abs().max())
+    assert difference <= TOLERANCE, f"differs by {difference:.2g}"
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:

@@ -17,6 +17,7 @@ from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import INFERENCE
+from tests.messages import opening
 
 if TYPE_CHECKING:
     from petalnode.node.testing.memory_servers import MemorySwarm
@@ -97,19 +98,8 @@ class RawSession:
 
     async def send_open(self, **fields: Any) -> None:
         start, end = fields.pop("span", self.ready["blocks"])
-        usual: dict[str, Any] = {
-            "protocol_version": 1,
-            "model_version": bytes.fromhex(self.ready["model_version"]),
-            "span": wire.Span(start=start, end=end),
-            "max_length": 64,
-            "batch": 1,
-            "codec": "none",
-            "nonce": self.nonce,
-            "route_epoch": 1,
-            "wait_ms": 0,
-            "activation_dtype": "float32",
-        }
-        self.terms = wire.Open(**usual | fields)
+        usual = {"model_version": bytes.fromhex(self.ready["model_version"]), "nonce": self.nonce}
+        self.terms = opening(span=wire.Span(start=start, end=end), **usual | fields)
         await self.stream.send(wire.InferenceFrame(open=self.terms), timeout=TIMEOUT)
 
     async def send_step(

@@ -17,6 +17,7 @@ from petalnode.protocols.ids import ADAPTER
 from petalnode.protocols.inference import receipt_from_wire
 from petalnode.protocols.tensors import encode
 from petalnode.protocols.training import BatchFrames, send_pieces
+from tests.messages import tensor
 from tests.swarm.memory_pool import MemoryPool, raw_runs
 from tests.swarm.raw import HIDDEN, TIMEOUT, RawSession, Run, values
 
@@ -81,13 +82,6 @@ async def bring(swarm: Swarm, ready: dict[str, Any], content: Adapter, **fields:
         await send_pieces(stream, payloads, timeout=TIMEOUT)
         said = await answer(stream)
     return stream, said
-
-
-def tensor(*shape: int) -> wire.Tensor:
-    size = 4
-    for extent in shape:
-        size *= extent
-    return wire.Tensor(shape=shape, dtype="float32", codec="none", nbytes=size)
 
 
 A, B = tensor(2, HIDDEN), tensor(HIDDEN, 2)

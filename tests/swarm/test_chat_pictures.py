@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoTokenizer
 
-from petalnode.node.blocks.images.pictures import Picture, PictureReader
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import Nodes, Outcome, petalnode
-from tests.tiny_pictures import png, save_processor, save_seeing
+from tests.tiny_pictures import answer_of, png, save_processor, save_seeing
 
 NEW = 6
 
@@ -45,18 +42,6 @@ def ask(nodes: Nodes, folder: Path, peer: str, *options: str) -> Outcome:
     )
 
 
-def expected(whole: Any, folder: Path, *pictures: bytes) -> str:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    shown = [{"type": "image", "image": Picture.of(picture)} for picture in pictures]
-    content = [*shown, {"type": "text", "text": "What?"}]
-    read = PictureReader(folder, tokenizer).read([{"role": "user", "content": content}])
-    ids = torch.tensor([read.ids])
-    said = whole.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0, **read.values
-    )
-    return str(tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True))
-
-
 def test_the_answer_is_that_of_transformers(
     node_starter: Nodes, folder: Path, whole: Any, peer: str, tmp_path: Path
 ) -> None:
@@ -68,7 +53,8 @@ def test_the_answer_is_that_of_transformers(
         given = [option for place in shown for option in ("--image", str(files[place]))]
         outcome = ask(node_starter, folder, peer, *given)
         assert outcome.code == 0, outcome
-        assert outcome.objects[0]["text"] == expected(whole, folder, *(pictures[place] for place in shown))
+        asked = [pictures[place] for place in shown]
+        assert outcome.objects[0]["text"] == answer_of(whole, folder, *asked, tokens=NEW)
 
 
 def test_a_kept_conversation_goes_on_without_the_picture(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,9 +23,9 @@ from petalnode.node.trust.receipt_log import SessionLog
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import INFERENCE, Span
-from petalnode.protocols.inference import hash_of_step, pledge_to_wire, receipt_to_wire, root_of
+from petalnode.protocols.inference import pledge_to_wire, receipt_to_wire, root_of
 from tests.inspection import skip_reply
-from tests.receipts import RECEIPT
+from tests.receipts import RECEIPT, of_answer
 from tests.swarm.processes import LOOPBACK
 
 OTHER = Identity.from_seed(bytes(range(32)))
@@ -133,22 +132,8 @@ def answering(identity: Identity, cheat: Cheat | None) -> Callable[[MessageStrea
             frame, (payload,) = await stream.receive(timeout=60)
             step, tensor = frame.step, frame.tensors[0]
             count += 1
-            receipt = Receipt(
-                protocol_version=1,
-                model_version=terms.model_version,
-                span=(terms.span.start, terms.span.end),
-                dtype="float32",
-                quantisation="none",
-                client=stream.peer_id,
-                nonce=terms.nonce,
-                session_epoch=epoch,
-                sequence=step.sequence,
-                request_hash=hash_of_step(step, tensor, hashlib.sha256(payload).digest()),
-                reply_hash=hashlib.sha256(payload).digest(),
-                previous_receipt=previous,
-                upstream_receipt=b"",
-                time_ms=now_ms(),
-            ).signed(identity)
+            receipt = of_answer(terms, stream.peer_id, epoch, step, (tensor, payload), payload)
+            receipt = replace(receipt, previous_receipt=previous).signed(identity)
             previous = receipt.hash()
             reply = wire.Reply(
                 sequence=step.sequence, position=step.position + tensor.shape[1], receipt=receipt_to_wire(receipt)

@@ -16,10 +16,10 @@ from petalnode.node.errors import BadInput, MachineError, SwarmError
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.announcement import Announcement, ServerState, freshened, sign_announcement
 from petalnode.protocols.directory import MAX_HEADER
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.ids import DIRECTORY, Span
+from tests.announcements import plain, signed
 from tests.node_inspection import forget_servers, table_of
 from tests.patience import eventually
 from tests.slowness import Slowness
@@ -56,8 +56,8 @@ async def test_table_knows_servers_models_and_whom_to_ask(slowness: Slowness) ->
         open_swarm(config(*bootstrap.addrs, **options)) as another,
         open_swarm(config(*bootstrap.addrs)) as client,
     ):
-        server.announce(made_up(server.peer_id))
-        another.announce(made_up(another.peer_id, public_name="another"))
+        server.announce(plain(server.peer_id))
+        another.announce(plain(another.peer_id, public_name="another"))
         table = table_of(client)
 
         async def servers_in_table() -> bool:
@@ -66,7 +66,7 @@ async def test_table_knows_servers_models_and_whom_to_ask(slowness: Slowness) ->
 
         async def models_in_table() -> bool:
             records = await table.get_models(timeout=60)
-            return {record.content.model_name for record in records} == {"made-up"}
+            return {record.content.model_name for record in records} == {"model"}
 
         async def guide_in_table() -> bool:
             return (server.peer_id, server.addrs) in await table.find_providers(3, timeout=60)
@@ -84,7 +84,7 @@ async def test_unknown_server_is_looked_up_in_kademlia(monkeypatch: pytest.Monke
         open_swarm(config(*bootstrap.addrs, **options)) as server,
         open_swarm(config(*bootstrap.addrs)) as client,
     ):
-        server.announce(made_up(server.peer_id))
+        server.announce(plain(server.peer_id))
         await eventually(lambda: server.peer_id in server.view.records, "it is announced")
 
         async def server_in_table() -> bool:  # where it would put itself within a third of its lifetime
@@ -146,7 +146,7 @@ async def test_a_server_that_changes_is_seen_changed():
         open_swarm(config(*server.addrs, listen=(LOOPBACK,))) as other,
     ):
         for depth in (1, 2):
-            server.announce(made_up(server.peer_id, queue_depth=depth))
+            server.announce(plain(server.peer_id, queue_depth=depth))
 
             def depth_is_seen(depth: int = depth) -> bool:
                 content = other.view.get(server.peer_id, time.time())
@@ -155,18 +155,6 @@ async def test_a_server_that_changes_is_seen_changed():
             await eventually(depth_is_seen, "the announcement is seen")
         (content,) = other.view.servers(now=time.time())
         assert [f"{addr}/p2p/{server.peer_id}" for addr in content.addrs] == server.addrs
-
-
-def made_up(peer_id: str, **fields) -> Announcement:
-    return Announcement(
-        peer_id=peer_id,
-        model_version=b"\x22" * 32,
-        model_name="made-up",
-        num_blocks=8,
-        span=Span(0, 8),
-        state=ServerState.ONLINE,
-        **fields,
-    )
 
 
 async def publish(swarm: Swarm, to: str, record: wire.SignedAnnouncement) -> bool:
@@ -184,21 +172,20 @@ async def publish(swarm: Swarm, to: str, record: wire.SignedAnnouncement) -> boo
 async def test_forged_expired_foreign_announcements_are_never_shown():
     liar, stranger = Identity.generate(), Identity.generate()
     now = time.time()
-    fresh = freshened(made_up(liar.peer_id, queue_depth=2), now=now, lifetime=45)
-    older = freshened(made_up(liar.peer_id, queue_depth=1), now=now - 5, lifetime=45)
-    expired = freshened(made_up(liar.peer_id), now=now - 500, lifetime=45)
-    forged = sign_announcement(liar, fresh).to_wire()
-    forged.signature = bytes(64)
-    foreign = sign_announcement(stranger, freshened(made_up(stranger.peer_id), now=now, lifetime=45))
+    fresh = signed(liar, now=now, queue_depth=2).to_wire()
+    older = signed(liar, now=now - 5, queue_depth=1).to_wire()
+    expired = signed(liar, now=now - 500).to_wire()
+    forged = wire.SignedAnnouncement(announcement=fresh.announcement, signature=bytes(64))
+    foreign = signed(stranger, now=now).to_wire()
     async with (
         open_swarm(config(listen=(LOOPBACK,))) as server,
         open_swarm(SwarmConfig(identity=liar, peers=tuple(server.addrs))) as swarm,
     ):
-        for bad in (forged, sign_announcement(liar, expired).to_wire(), foreign.to_wire()):
+        for bad in (forged, expired, foreign):
             assert not await publish(swarm, server.peer_id, bad)
             assert not server.view.records
-        assert await publish(swarm, server.peer_id, sign_announcement(liar, fresh).to_wire())
-        assert await publish(swarm, server.peer_id, sign_announcement(liar, older).to_wire())
+        assert await publish(swarm, server.peer_id, fresh)
+        assert await publish(swarm, server.peer_id, older)
         assert [content.queue_depth for content in server.view.servers(now=time.time())] == [2]
 
 
@@ -273,7 +260,7 @@ async def test_a_private_swarm_works():
         open_swarm(config(listen=(LOOPBACK,), psk="ab" * 32)) as server,
         open_swarm(config(*server.addrs, psk="ab" * 32, listen=(LOOPBACK,))) as other,
     ):
-        server.announce(made_up(server.peer_id))
+        server.announce(plain(server.peer_id))
         await eventually(lambda: seen(other) == {server.peer_id}, "the server is known")
 
 

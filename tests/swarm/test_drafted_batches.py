@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def servers(swarm: MemorySwarm, folder: Path) -> dict[str, MemoryServer]:
     started = [swarm.start(folder, blocks) for blocks in ("0:3", "3:6")]
     return {server.ready["peer_id"]: server for server in started}
-
-
-@pytest.fixture(scope="module")
-def model(swarm: MemorySwarm, servers: dict[str, MemoryServer], folder: Path) -> Iterator[Model]:
-    with swarm.open_model(AutoDistributedModelForCausalLM, folder) as opened:
-        yield opened
 
 
 def generate(model: Any, prompt: torch.Tensor = PROMPTS, **options: Any) -> Any:

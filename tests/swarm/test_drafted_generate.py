@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def servers(swarm: MemorySwarm, folder: Path) -> dict[str, MemoryServer]:
     return {server.ready["peer_id"]: server for server in [swarm.start(folder, blocks) for blocks in ("0:3", "3:6")]}
-
-
-@pytest.fixture(scope="module")
-def model(swarm: MemorySwarm, servers: dict[str, MemoryServer], folder: Path) -> Iterator[Model]:
-    with swarm.open_model(AutoDistributedModelForCausalLM, folder) as opened:
-        yield opened
 
 
 class Seen:

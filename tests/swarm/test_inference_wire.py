@@ -14,6 +14,7 @@ from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.inference import hash_of_step, pledge_from_wire, receipt_from_wire, root_of
+from tests.messages import tensor
 from tests.node_inspection import raw_of
 from tests.swarm.memory_pool import MemoryPool
 from tests.swarm.raw import HIDDEN, RawSession, Run, values
@@ -168,9 +169,8 @@ async def test_a_step_that_cannot_be_ends_the_session(name: str, server: MemoryS
 @pytest.mark.parametrize("count", [0, 2])
 async def test_a_step_has_one_tensor(count: int, server: MemoryServer, raw_node: Swarm) -> None:
     session = await RawSession.opened(raw_node, server.ready)
-    tensor = wire.Tensor(shape=[1, 1, HIDDEN], dtype="float32", codec="none", nbytes=4 * HIDDEN)
     step = wire.Step(sequence=1, position=0, route_epoch=1)
-    frame = wire.InferenceFrame(step=step, tensors=[tensor] * count)
+    frame = wire.InferenceFrame(step=step, tensors=[tensor(1, 1, HIDDEN)] * count)
     await session.stream.send(frame, [values(1)] * count, timeout=10)
     answer, _ = await session.receive()
     assert answer.error.code == BAD
@@ -314,8 +314,7 @@ async def test_right_message_with_flipped_bit_does_no_harm(server: MemoryServer,
         chance = random.Random(seed)
         session = await RawSession.opened(raw_node, server.ready)
         step = wire.Step(sequence=1, position=0, route_epoch=1)
-        tensor = wire.Tensor(shape=[1, 1, HIDDEN], dtype="float32", codec="none", nbytes=4 * HIDDEN)
-        header = bytearray(wire.InferenceFrame(step=step, tensors=[tensor]).SerializeToString())
+        header = bytearray(wire.InferenceFrame(step=step, tensors=[tensor(1, 1, HIDDEN)]).SerializeToString())
         header[chance.randrange(len(header))] ^= 1 << chance.randrange(8)
         await raw_of(session.stream).write(bytes([len(header)]) + bytes(header) + values(1))
         await raw_of(session.stream).close()

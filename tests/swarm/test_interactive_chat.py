@@ -50,10 +50,15 @@ def enter(chat: Terminal, text: str) -> None:
     chat.until(NO_PASTES)
 
 
-def test_ctrl_c_stops_answer_and_not_chat(chat: Terminal, shared_swarm: SharedSwarm) -> None:
-    enter(chat, "/route")
-    chat.until("no route yet")
+def command(chat: Terminal, text: str, shown: str) -> None:
+    """Enters it, and waits for what is `shown` and the next prompt."""
+    enter(chat, text)
+    chat.until(shown)
     ready(chat)
+
+
+def test_ctrl_c_stops_answer_and_not_chat(chat: Terminal, shared_swarm: SharedSwarm) -> None:
+    command(chat, "/route", "no route yet")
     enter(chat, "hello")
     chat.until(DRAWING)  # the answer is being drawn
     chat.wait_for_more()
@@ -65,9 +70,7 @@ def test_ctrl_c_stops_answer_and_not_chat(chat: Terminal, shared_swarm: SharedSw
     for node in shared_swarm.llama:
         assert node.peer_id[-8:] in shown
     ready(chat)
-    enter(chat, "/new")
-    chat.until("starting over")
-    ready(chat)
+    command(chat, "/new", "starting over")
     enter(chat, "/quit")
     assert chat.exit_code() == 0
 
@@ -107,15 +110,9 @@ def test_pastes_and_typed_ahead_lines_are_own_questions(
         answer = chat.until(DRAWN)
         assert '"""' not in answer
         chat.until('"""')
-        enter(chat, f'in{ENTER}a block{ENTER}"""')
-        chat.until(DRAWING)
-        ready(chat)
-        enter(chat, "/save said.json")
-        chat.until("written to")
-        ready(chat)
-        enter(chat, "/set temperature 0")
-        chat.until("temperature 0.0")
-        ready(chat)
+        command(chat, f'in{ENTER}a block{ENTER}"""', DRAWING)
+        command(chat, "/save said.json", "written to")
+        command(chat, "/set temperature 0", "temperature 0.0")
         chat.type(CTRL_D)
         assert chat.exit_code() == 0
     (kept,) = home.rglob("chats/*.json")
@@ -157,15 +154,11 @@ def test_another_model_goes_on_with_the_conversation(shared_swarm: SharedSwarm, 
     arguments = chat_of(shared_swarm, "--max-new-tokens", "3", "--no-keep")
     with terminal(*arguments, env=node_starter.env, cwd=shared_swarm.models) as chat:
         ready(chat)
-        enter(chat, "hello")
-        chat.until(DRAWN)
-        ready(chat)
+        command(chat, "hello", DRAWN)
         enter(chat, "/model")
         assert chat.until("\r\n\r\n").count("tiny-") == 3
         ready(chat)
-        enter(chat, "/model no-such-model")
-        chat.until("Talking to tiny-llama")
-        ready(chat)
+        command(chat, "/model no-such-model", "Talking to tiny-llama")
         enter(chat, "/model other-llama")  # nobody serves it, but it is on this machine
         chat.until("Talking to other-llama")
         chat.until("going on after 1 question")

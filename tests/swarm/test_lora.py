@@ -13,10 +13,9 @@ from petalnode import AutoDistributedModelForCausalLM, LoraTuning, PromptTuning
 from petalnode.node.client.api.causal_lm import DistributedModelForCausalLM
 from petalnode.node.errors import BadInput
 from tests.swarm.conftest import ServedInMemory
-from tests.swarm.plain_tuning import PlainTuning
+from tests.swarm.plain_tuning import PlainTuning, close
 from tests.tiny_models import NUM_BLOCKS, VOCABULARY, load_whole
 
-TOLERANCE = 1e-4
 Weights = dict[str, torch.Tensor]
 
 
@@ -58,12 +57,6 @@ def inside(whole: Any, weights: Weights, scaling: float) -> Iterator[None]:
 
 def _plus(a: torch.Tensor, b: torch.Tensor, scaling: float) -> Callable[..., torch.Tensor]:
     return lambda module, args, output: output + args[0] @ a.T @ b.T * scaling
-
-
-def close(got: torch.Tensor | None, expected: torch.Tensor | None) -> None:
-    assert got is not None and expected is not None and got.shape == expected.shape
-    difference = float((got - expected).detach().abs().max() / expected.detach().abs().max())
-    assert difference <= TOLERANCE, f"differs by {difference:.2g}"
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2", "tiny-gemma3"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +38,6 @@ def whole(kind: str, folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def servers(swarm: MemorySwarm, folder: Path, whole: Any) -> list[MemoryServer]:
     return started(swarm, folder, "0:2", "2:4")
-
-
-@pytest.fixture(scope="module")
-def model(swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]) -> Iterator[Any]:
-    with swarm.open_model(AutoDistributedModelForCausalLM, folder) as opened:
-        yield opened
 
 
 def say(model: Any, given: dict[str, Any], **options: Any) -> torch.Tensor:

@@ -16,10 +16,9 @@ from petalnode import AutoDistributedModelForCausalLM, AutoDistributedModelForSe
 from petalnode.node.client.api.causal_lm import DistributedModelForCausalLM
 from petalnode.node.errors import BadInput, NoChainError
 from tests.swarm.conftest import ServedInMemory
-from tests.swarm.plain_tuning import PlainTuning
+from tests.swarm.plain_tuning import PlainTuning, close
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole, save_tiny
 
-TOLERANCE = 1e-4
 ARCHITECTURES = ("llama", "bloom", "mixtral", "gemma3")
 ROWS, TOKENS, PREFIX = 12, 40, 4
 """Enough for several micro-batches."""
@@ -56,12 +55,6 @@ def padded(side: str, rows: int = ROWS, count: int = TOKENS) -> torch.Tensor:
     if side == "left":
         return (torch.arange(count) >= padding).long()
     return (torch.arange(count) < count - padding).long()
-
-
-def close(got: torch.Tensor | None, expected: torch.Tensor | None) -> None:
-    assert got is not None and expected is not None and got.shape == expected.shape
-    difference = float((got - expected).detach().abs().max() / expected.detach().abs().max())
-    assert difference <= TOLERANCE, f"differs by {difference:.2g}"
 
 
 def deep_tuning(model: Any) -> PromptTuning:

@@ -26,6 +26,7 @@ from petalnode.protocols.training import (
     receive_pieces,
     send_in_pieces,
 )
+from tests.messages import batch_opening, tensor
 from tests.swarm.memory_pool import MemoryPool
 from tests.swarm.raw import HIDDEN, TIMEOUT, Run, values
 
@@ -59,15 +60,9 @@ class RawBatchStream:
 
     async def open(self, **fields: Any) -> None:
         start, end = fields.pop("span", self._ready["blocks"])
-        usual: dict[str, Any] = {
-            "protocol_version": 1,
-            "model_version": bytes.fromhex(self._ready["model_version"]),
-            "span": wire.Span(start=start, end=end),
-            "codec": "none",
-            "activation_dtype": "float32",
-            "nonce": self.nonce,
-        }
-        await self.send(wire.BatchFrame(open=wire.BatchOpen(**usual | fields)))
+        usual = {"model_version": bytes.fromhex(self._ready["model_version"]), "nonce": self.nonce}
+        opening = batch_opening(span=wire.Span(start=start, end=end), **usual | fields)
+        await self.send(wire.BatchFrame(open=opening))
         frame, _ = await self.stream.receive(timeout=TIMEOUT)
         _raise(frame)
         self.granted = frame.granted
@@ -76,21 +71,14 @@ class RawBatchStream:
         await send_in_pieces(self.stream, frame, payloads, timeout=TIMEOUT)
 
     async def keep(self, payload: bytes, shape: Sequence[int], number: int = 1, name: str = "prompts") -> wire.Keep:
-        tensor = wire.Tensor(shape=shape, dtype="float32", codec="none", nbytes=len(payload))
-        keep = wire.Keep(number=number, names=[name], tensors=[tensor])
+        keep = wire.Keep(number=number, names=[name], tensors=[tensor(*shape, nbytes=len(payload))])
         await self.send(wire.BatchFrame(keep=keep), [payload])
         return keep
 
     async def ask(self, *payloads: bytes, sequence: int = 1, **fields: Any) -> wire.BatchRequest:
         shape = fields.pop("shape", None)
         tensors = [
-            wire.Tensor(
-                shape=shape or [1, len(payload) // (4 * HIDDEN), HIDDEN],
-                dtype="float32",
-                codec="none",
-                nbytes=len(payload),
-            )
-            for payload in payloads
+            tensor(*(shape or [1, len(payload) // (4 * HIDDEN), HIDDEN]), nbytes=len(payload)) for payload in payloads
         ]
         request = wire.BatchRequest(sequence=sequence, tensors=tensors, **fields)
         await self.send(wire.BatchFrame(work=request), payloads)
@@ -98,10 +86,8 @@ class RawBatchStream:
 
     async def begin(self, hidden: bytes, sequence: int = 1) -> wire.BatchRequest:
         """Sends a request without its gradient."""
-        tensor = wire.Tensor(
-            shape=[1, len(hidden) // (4 * HIDDEN), HIDDEN], dtype="float32", codec="none", nbytes=len(hidden)
-        )
-        request = wire.BatchRequest(sequence=sequence, tensors=[tensor, tensor], gradient_follows=True)
+        tensors = [tensor(1, len(hidden) // (4 * HIDDEN), HIDDEN)] * 2
+        request = wire.BatchRequest(sequence=sequence, tensors=tensors, gradient_follows=True)
         await self.send(wire.BatchFrame(work=request), [hidden])
         return request
 
@@ -320,10 +306,8 @@ async def test_client_leaving_mid_batch_costs_nothing(server: MemoryServer, raw_
     for pieces in (0, 1):
         batches = await RawBatchStream.opened(raw_node, server.ready, FORWARD)
         payload = values(5)
-        tensor = wire.Tensor(shape=[1, 5, HIDDEN], dtype="float32", codec="none", nbytes=len(payload))
-        await batches.stream.send(
-            wire.BatchFrame(work=wire.BatchRequest(sequence=1, tensors=[tensor])), timeout=TIMEOUT
-        )
+        request = wire.BatchRequest(sequence=1, tensors=[tensor(1, 5, HIDDEN)])
+        await batches.stream.send(wire.BatchFrame(work=request), timeout=TIMEOUT)
         for _ in range(pieces):
             piece = wire.BatchFrame(piece=wire.Piece(), tensors=[wire.Tensor(nbytes=100)])
             await batches.stream.send(piece, [payload[:100]], timeout=TIMEOUT)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import numpy as np
 import trio
 
 from petalnode.crypto.identity import Identity, peer_id_from_bytes
-from petalnode.crypto.receipts import Receipt
 from petalnode.node.client.core import ClientOptions, SwarmClient, open_client
 from petalnode.node.client.request import WireTensor
 from petalnode.node.client.session.session import ClientSession
@@ -30,7 +28,8 @@ from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.framing import MessageStream, StreamTimeout
 from petalnode.protocols.ids import INFERENCE, Span
-from petalnode.protocols.inference import hash_of_step, pushed_step, receipt_to_wire, root_of, sha256
+from petalnode.protocols.inference import pushed_step, receipt_to_wire, root_of
+from tests.receipts import of_answer
 
 VERSION = b"v" * 32
 HIDDEN = 8
@@ -179,22 +178,9 @@ class VirtualServer:
         await trio.sleep(self.seconds * (1 + chunk.tokens / 10))
         held.inputs = np.concatenate([held.inputs[: step.position], values_of(chunk)])
         out = wire_tensor(blocks_of(held.inputs, held.opening.span.end - held.opening.span.start)[step.position :])
-        receipt = Receipt(
-            protocol_version=1,
-            model_version=VERSION,
-            span=(held.opening.span.start, held.opening.span.end),
-            dtype="float32",
-            quantisation="none",
-            client=held.client,
-            nonce=held.opening.nonce,
-            session_epoch=held.epoch,
-            sequence=step.sequence,
-            request_hash=hash_of_step(step, chunk.tensor, sha256(chunk.payload)),
-            reply_hash=sha256(out.payload),
-            previous_receipt=held.previous,
-            upstream_receipt=step.previous_receipt,
-            time_ms=time.time_ns() // 1_000_000,
-        ).signed(self.node.identity)
+        asked = chunk.tensor, bytes(chunk.payload)
+        receipt = of_answer(held.opening, held.client, held.epoch, step, asked, bytes(out.payload))
+        receipt = replace(receipt, previous_receipt=held.previous).signed(self.node.identity)
         held.previous = receipt.hash()
         handed_on = False
         if step.targets:

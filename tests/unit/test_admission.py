@@ -10,6 +10,7 @@ from petalnode.node.server.requests.admission import STEP_TOKENS, Hosted, check_
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Boundaries, Span
 from petalnode.protocols.inference import MAX_LENGTH, Refusal, SessionTerms
+from tests.messages import tensor
 
 HOSTED = Hosted(b"m" * 32, "tiny", 8, Span(2, 6), 64, "float32", "none", 128)
 TERMS = SessionTerms(b"m" * 32, Span(2, 6), 100, 2, (), "none", b"n" * 16, 3, "float32")
@@ -36,14 +37,6 @@ def test_what_this_server_cannot_hold(terms: SessionTerms, code: int, says: str)
     with pytest.raises(Refusal, match=says) as caught:
         check_terms(terms, HOSTED)
     assert caught.value.code == code
-
-
-def tensor(*shape: int, nbytes: int | None = None, **fields: object) -> wire.Tensor:
-    size = 4
-    for extent in shape:
-        size *= extent
-    usual: dict[str, object] = {"shape": shape, "dtype": "float32", "codec": "none"}
-    return wire.Tensor(**usual | fields, nbytes=size if nbytes is None else nbytes)
 
 
 def check(step: wire.Step, tensors: list[wire.Tensor], terms: SessionTerms = TERMS, hosted: Hosted = HOSTED) -> None:

@@ -24,6 +24,7 @@ from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import hash_of_step, sha256
 from petalnode.protocols.tensors import decode, encode
+from tests.receipts import unsigned
 from tests.tiny_models import save_tiny
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the kernels are not built (make setup, with a C compiler)")
@@ -71,21 +72,16 @@ class Model:
         self, server: int, step: wire.Step, asked: wire.Tensor, payload: bytes, answer: bytes, previous: bytes
     ) -> Receipt:
         span = SPANS[server]
-        return Receipt(
-            protocol_version=1,
+        return unsigned(
             model_version=compute_manifest(self.folder).version,
             span=(span.start, span.end),
-            dtype="float32",
             quantisation="none/exact-1",
             client=self.servers[0].peer_id,
-            nonce=bytes(16),
             session_epoch=bytes([server]) * 16,
             sequence=step.sequence,
             request_hash=hash_of_step(step, asked, sha256(payload)),
             reply_hash=sha256(answer),
             previous_receipt=previous,
-            upstream_receipt=b"",
-            time_ms=1,
         ).signed(self.servers[server])
 
     def judged(self, replies: list[SignedReply]) -> AnswerFindings:

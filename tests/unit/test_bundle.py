@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.crypto.evidence import ACCUSATION_DOMAIN
-from petalnode.crypto.identity import Identity, peer_id_to_bytes
+from petalnode.crypto.identity import peer_id_to_bytes
 from petalnode.crypto.receipts import Receipt
 from petalnode.crypto.statement import now_ms
 from petalnode.node.errors import BadInput, PetalnodeError
@@ -39,11 +39,11 @@ from petalnode.node.verification.recomputation import SessionQuestion
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import pledge_to_wire, receipt_from_wire, receipt_to_wire, root_of
+from tests.attacks.forger import ATTACKER as ACCUSER
+from tests.attacks.forger import altered, hidden
 from tests.signing_server import SigningServer, spoiled
 from tests.swarm.processes import environment, petalnode
-from tests.tiny_models import HIDDEN, save_tiny
-
-ACCUSER = Identity.from_seed(bytes(range(7, 39)))
+from tests.tiny_models import save_tiny
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +57,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def server(folder: ModelFolder) -> SigningServer:
     return SigningServer(folder.path, compute_manifest(folder).version, Span(1, 4), kernels="auto")
-
-
-def hidden(tokens: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
 STEPS = [(0, hidden(7, 2), ()), (7, hidden(4, 2, 1), ()), (9, hidden(3, 2, 2), (1, 0)), (12, hidden(1, 2, 3), ())]
@@ -173,15 +169,6 @@ def test_server_is_held_to_dtype_that_it_signed(server: SigningServer, folder: M
 
 
 # --- liars who accuse
-
-
-def altered(bundle: Bundle, change: Callable[[wire.Evidence, dict[str, bytes]], None]) -> Bundle:
-    """Evidence as somebody makes it who wants a server to look bad: changed and signed anew by him."""
-    evidence, payloads = wire.Evidence(), dict(bundle.payloads)
-    evidence.CopyFrom(bundle.evidence)
-    change(evidence, payloads)
-    statement = evidence.SerializeToString(deterministic=True)
-    return Bundle(statement, ACCUSER.peer_id, ACCUSER.sign(ACCUSATION_DOMAIN, statement), payloads)
 
 
 def flip(name: str) -> Callable[[wire.Evidence, dict[str, bytes]], None]:

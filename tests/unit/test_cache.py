@@ -223,10 +223,3 @@ def test_entries_for_several_tokens_grow_and_go_back() -> None:
 def test_entries_of_a_long_session_are_counted_whole() -> None:
     short, long = (_compressed(tokens)[0].nbytes for tokens in (20_000, 40_000))
     assert long - short == 2 * 20_000 * 5 * 4
-
-
-def test_states_take_the_same_for_long_sessions() -> None:
-    spec = BlockCacheSpec(0, 0, 0, None, (StateSpec("recurrent", 0, (32, 128, 128), torch.float32),))
-    form, cpu = CacheForm("auto", torch.float32), torch.device("cpu")
-    short, long = (SpanCache([spec], 1, tokens, form, cpu).nbytes for tokens in (1_000, 100_000))
-    assert short == long > 0

@@ -95,6 +95,11 @@ async def test_closing_goes_on_where_it_is_cancelled() -> None:
     assert [server.closed for server in servers] == [True] * 4
 
 
+async def open_within(scope: trio.CancelScope, opening: GatedOpening) -> None:
+    with scope:
+        await opening.run(cast(Any, Search()), find)
+
+
 @pytest.mark.virtual_time
 async def test_servers_ready_after_the_caller_left_are_closed() -> None:
     """The first chain is silent, and takes its time to end; the second is ready, and the caller leaves meanwhile."""
@@ -103,13 +108,8 @@ async def test_servers_ready_after_the_caller_left_are_closed() -> None:
     at_once.set()
     async with trio.open_nursery() as nursery:
         opening = GatedOpening(Router(nursery), [(silent, never, late), (ready, at_once, at_once)])
-
-        async def caller(scope: trio.CancelScope) -> None:
-            with scope:
-                await opening.run(cast(Any, Search()), find)
-
         scope = trio.CancelScope()
-        nursery.start_soon(caller, scope)
+        nursery.start_soon(open_within, scope, opening)
         await trio.sleep(10)  # the silent one is given up, and keeps the other from being handed over
         assert not opening.chains and not ready.closed
         scope.cancel()
@@ -121,13 +121,8 @@ async def test_chain_let_go_while_opening_is_closed() -> None:
     server, ready, may_end = Server(), trio.Event(), trio.Event()
     async with trio.open_nursery() as nursery:
         opening = GatedOpening(Router(nursery), [(server, ready, may_end)])
-
-        async def caller(scope: trio.CancelScope) -> None:
-            with scope:
-                await opening.run(cast(Any, Search()), find)
-
         scope = trio.CancelScope()
-        nursery.start_soon(caller, scope)
+        nursery.start_soon(open_within, scope, opening)
         await trio.testing.wait_all_tasks_blocked()
         ready.set()
         await trio.testing.wait_all_tasks_blocked()

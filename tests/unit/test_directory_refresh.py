@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -11,18 +10,10 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.node.errors import SwarmError
 from petalnode.node.swarm.directory import Directory
-from petalnode.node.testing import message_streams
-from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.announcement import (
-    Announcement,
-    ServerState,
-    SignedAnnouncement,
-    freshened,
-    sign_announcement,
-)
-from petalnode.protocols.framing import MessageStream, PeerError
-from petalnode.protocols.ids import Span
-from tests.directories import a_directory
+from petalnode.protocols.announcement import SignedAnnouncement
+from petalnode.protocols.framing import PeerError
+from tests.announcements import MODEL, signed
+from tests.directories import Stream, a_directory, answered_by
 
 pytestmark = pytest.mark.virtual_time
 
@@ -37,10 +28,7 @@ def announced(count: int) -> list[SignedAnnouncement]:
 
 def announcement(identity: Identity) -> SignedAnnouncement:
     """Another one with each call, newer than those before."""
-    content = Announcement(
-        identity.peer_id, b"v" * 32, "model", 6, Span(0, 6), ServerState.ONLINE, addrs=("/ip4/192.0.2.2/tcp/1",)
-    )
-    return sign_announcement(identity, freshened(content, now=time.time(), lifetime=45))
+    return signed(identity, addrs=("/ip4/192.0.2.2/tcp/1",))
 
 
 async def refreshing(silent: int, check: Callable[[Directory, float], None], *, asked_answers: bool = True) -> None:
@@ -48,18 +36,12 @@ async def refreshing(silent: int, check: Callable[[Directory, float], None], *, 
         there = a_directory(ASKED)
         there.merge(announced(silent))
 
-        async def serve(stream: MessageStream[wire.DirectoryFrame]) -> None:
-            try:
-                await there.serve(stream)
-            except PeerError:
-                await stream.reset()
+        open_there = answered_by(there.serve, nursery, ME.peer_id)
 
-        async def open_stream(peer_id: str, timeout: float) -> MessageStream[wire.DirectoryFrame]:
+        async def open_stream(peer_id: str, timeout: float) -> Stream:
             if peer_id != ASKED.peer_id or not asked_answers:
                 await trio.sleep_forever()
-            ours, theirs = message_streams(wire.DirectoryFrame, ME.peer_id, ASKED.peer_id)
-            nursery.start_soon(serve, theirs)
-            return ours
+            return await open_there(peer_id, timeout)
 
         here = a_directory(ME, open_stream, [ASKED.peer_id])
         begun = trio.current_time()
@@ -92,24 +74,16 @@ async def test_another_peer_is_asked_for_an_unreachable_one() -> None:
     """Whose new addresses only others know."""
     there, moved = a_directory(ASKED), Identity.generate()
 
-    async def serve(stream: MessageStream[wire.DirectoryFrame]) -> None:
-        try:
-            await there.serve(stream)
-        except PeerError:
-            await stream.reset()
-
-    async def open_stream(peer_id: str, timeout: float) -> MessageStream[wire.DirectoryFrame]:
+    async def open_stream(peer_id: str, timeout: float) -> Stream:
         if peer_id != ASKED.peer_id:
             raise PeerError("cannot connect", peer_id)
-        ours, theirs = message_streams(wire.DirectoryFrame, ME.peer_id, ASKED.peer_id)
-        nursery.start_soon(serve, theirs)
-        return ours
+        return await answered_by(there.serve, nursery, ME.peer_id)(peer_id, timeout)
 
     here = a_directory(ME, open_stream, [ASKED.peer_id])
     here.merge([announcement(moved)])
     async with trio.open_nursery() as nursery:
         # A client that needs a sample only asks one peer in a round.
-        await here.refresh(nursery, model_version=b"v" * 32, sample=True, timeout=TIMEOUT)
+        await here.refresh(nursery, model_version=MODEL, sample=True, timeout=TIMEOUT)
         nursery.start_soon(here._pull_forever)
         for _ in range(20):  # one of two peers, by chance, would be left out of some
             there.merge([newer := announcement(moved)])

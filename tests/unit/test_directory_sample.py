@@ -17,33 +17,21 @@ from petalnode.node.client.server_selection import ServerLimits, ServerSelection
 from petalnode.node.swarm.sample import SAMPLING, in_turn, known_well, sampled
 from petalnode.node.swarm.trusted_servers import TrustedServers
 from petalnode.node.swarm.view import SwarmView
-from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.announcement import (
-    Announcement,
-    ServerState,
-    SignedAnnouncement,
-    freshened,
-    sign_announcement,
-)
-from petalnode.protocols.directory import MAX_HEADER
-from petalnode.protocols.framing import MessageStream, PeerError
+from petalnode.protocols.announcement import ServerState, SignedAnnouncement
 from petalnode.protocols.ids import Span
-from tests.directories import a_directory
+from tests.announcements import MODEL, held, identity_of, signed
+from tests.directories import Stream, a_directory, answered_by
 
 pytestmark = pytest.mark.virtual_time
 
 NOW = 1_800_000_000.0
-MODEL, OTHER = b"m" * 32, b"o" * 32
+OTHER = b"o" * 32
 BLOCKS = 30
 
 
-def announced(
-    number: int, span: Span, version: bytes = MODEL, state: ServerState = ServerState.ONLINE, lifetime: float = 45.0
-) -> SignedAnnouncement:
-    peer_id = Identity.from_seed(number.to_bytes(32, "big")).peer_id
-    plain = Announcement(peer_id, version, "model", BLOCKS, span, state)
-    return SignedAnnouncement(freshened(plain, now=NOW, lifetime=lifetime), b"", number.to_bytes(64, "big"))
+def announced(number: int, span: Span, **fields: Any) -> SignedAnnouncement:
+    return held(number, span, now=NOW, lifetime=45.0, num_blocks=BLOCKS, **fields)
 
 
 def spread(count: int, first: int = 0, length: int = 3) -> list[SignedAnnouncement]:
@@ -53,7 +41,7 @@ def spread(count: int, first: int = 0, length: int = 3) -> list[SignedAnnounceme
     ]
 
 
-def held(records: list[SignedAnnouncement]) -> Counter[int]:
+def servers_of_blocks(records: list[SignedAnnouncement]) -> Counter[int]:
     return Counter(block for record in records for block in range(record.content.span.start, record.content.span.end))
 
 
@@ -71,7 +59,7 @@ def test_of_large_one_every_block_gets_its_share() -> None:
     for seed in range(5):
         chosen = sample_of(view, seed=seed)
         assert len(chosen) == SAMPLING.servers == len({record.content.peer_id for record in chosen})
-        assert min(held(chosen)[block] for block in range(BLOCKS)) >= 3
+        assert min(servers_of_blocks(chosen)[block] for block in range(BLOCKS)) >= 3
 
 
 def test_single_servers_block_is_not_left_out() -> None:
@@ -100,7 +88,7 @@ def test_it_goes_around_addresses_whatever_their_keys() -> None:
     peers = {record.content.peer_id for record in honest}
     for seed in range(5):
         chosen = [record for record in sample_of(view, seed=seed) if record.content.peer_id in peers]
-        assert min(held(chosen)[block] for block in range(BLOCKS)) >= 1
+        assert min(servers_of_blocks(chosen)[block] for block in range(BLOCKS)) >= 1
 
 
 def test_most_keys_do_not_decide_whom_to_ask() -> None:
@@ -136,7 +124,7 @@ def test_nor_by_who_makes_most_connections() -> None:
 def test_when_a_client_knows_enough() -> None:
     view = SwarmView().merge([announced(number, Span(0, BLOCKS)) for number in range(2)], NOW)
     assert not known_well(view, MODEL, now=NOW)
-    view = view.merge([announced(5, Span(0, BLOCKS - 1)), announced(6, Span(0, BLOCKS), OTHER)], NOW)
+    view = view.merge([announced(5, Span(0, BLOCKS - 1)), announced(6, Span(0, BLOCKS), model_version=OTHER)], NOW)
     assert not known_well(view, MODEL, now=NOW)
     view = view.merge([announced(7, Span(BLOCKS - 1, BLOCKS))], NOW)
     assert known_well(view, MODEL, now=NOW)
@@ -149,22 +137,10 @@ def test_when_a_client_knows_enough() -> None:
 # --- between two directories
 
 
-Stream = MessageStream[wire.DirectoryFrame]
-
-
-async def nothing(*_: Any, **__: Any) -> None:
-    await trio.lowlevel.checkpoint()
-
-
 @pytest.fixture(scope="module")
 def records() -> list[SignedAnnouncement]:
-    made = []
-    for number in range(SAMPLING.servers + 50):
-        identity = Identity.from_seed(number.to_bytes(32, "big"))
-        span = Span(number % 10, number % 10 + 1)
-        plain = Announcement(identity.peer_id, MODEL, "model", 10, span, ServerState.ONLINE)
-        made.append(sign_announcement(identity, freshened(plain, now=time.time(), lifetime=3000)))
-    return made
+    numbers = range(SAMPLING.servers + 50)
+    return [signed(identity_of(number), Span(number % 10, number % 10 + 1), lifetime=3000) for number in numbers]
 
 
 @pytest.mark.parametrize(("sample", "known"), [(True, SAMPLING.servers), (False, SAMPLING.servers + 50)])
@@ -177,15 +153,11 @@ async def test_client_takes_page_and_server_everything(
         there.merge(records)
         asked = Identity.generate().peer_id
 
-        async def serve(stream: Stream) -> None:
-            try:
-                await there.serve(stream)
-            except PeerError:
-                await stream.reset()
+        open_there = answered_by(there.serve, nursery)
 
-        async def open_stream(peer_id: str, _timeout: float) -> Stream:
+        async def open_stream(peer_id: str, timeout: float) -> Stream:
             assert peer_id == asked
-            ours, theirs = message_streams(wire.DirectoryFrame, "client", asked, max_header=MAX_HEADER)
+            ours = await open_there(peer_id, timeout)
             send = ours.send
 
             async def told(frame: wire.DirectoryFrame, *args: Any, **how: Any) -> None:
@@ -193,7 +165,6 @@ async def test_client_takes_page_and_server_everything(
                 await send(frame, *args, **how)
 
             ours.send = told  # type: ignore[method-assign]
-            nursery.start_soon(serve, theirs)
             return ours
 
         here = a_directory(Identity.generate(), open_stream, [asked])

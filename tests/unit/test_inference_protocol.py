@@ -1,25 +1,15 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import MAX_BATCH, MAX_LENGTH, Refusal, bad_request, hash_of_step, terms_of
+from tests import messages
 
-
-def opening(**fields: object) -> wire.Open:
-    usual: dict[str, object] = {
-        "protocol_version": 1,
-        "model_version": b"m" * 32,
-        "span": wire.Span(start=2, end=5),
-        "max_length": 100,
-        "batch": 3,
-        "codec": "none",
-        "nonce": b"n" * 16,
-        "route_epoch": 4,
-        "activation_dtype": "float32",
-    }
-    return wire.Open(**usual | fields)
+opening = partial(messages.opening, max_length=100, batch=3)
 
 
 def test_terms_are_what_was_asked_for() -> None:
@@ -79,7 +69,7 @@ def test_refusal_survives_wire_and_cannot_be_endless() -> None:
     assert len(Refusal.from_wire(wire.Error(code=wire.ERROR_BUSY, message="y" * 100_000)).message) == 500
 
 
-TENSOR = wire.Tensor(shape=[1, 2, 8], dtype="float32", codec="none", nbytes=64)
+TENSOR = messages.tensor(1, 2, 8)
 STEP = wire.Step(sequence=1, position=5, reorder=[0], route_epoch=2)
 
 

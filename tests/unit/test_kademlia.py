@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,16 +34,9 @@ from petalnode.node.network.kad_store import (
 from petalnode.node.network.provider_lookup import Contact, distance
 from petalnode.node.network.routing_table import BUCKET_SIZE, KnownPeer, RoutingTable, superfluous
 from petalnode.node.network.shares import AddressShares, Rates
-from petalnode.protocols.announcement import (
-    Announcement,
-    BadAnnouncement,
-    ServerState,
-    SignedAnnouncement,
-    freshened,
-    sign_announcement,
-)
+from petalnode.protocols.announcement import BadAnnouncement, SignedAnnouncement
 from petalnode.protocols.framing import varint
-from petalnode.protocols.ids import Span
+from tests.announcements import identity_of, signed
 from tests.origins import Backed
 
 pytestmark = pytest.mark.virtual_time
@@ -106,8 +99,7 @@ def test_shares_agree_with_counting_all_entries_each_time() -> None:
 def announced(
     identity: Identity = SERVER, *, version: int = 1, at: float = NOW, lifetime: float = 300.0, addrs: Any = ()
 ) -> Any:
-    content = Announcement(identity.peer_id, bytes([version]) * 32, "model", 30, Span(0, 10), ServerState.ONLINE)
-    return sign_announcement(identity, freshened(replace(content, addrs=addrs), now=at, lifetime=lifetime))
+    return signed(identity, now=at, lifetime=lifetime, model_version=bytes([version]) * 32, addrs=addrs)
 
 
 def opened(key: str, value: bytes, now: float = NOW) -> Value:
@@ -312,7 +304,7 @@ class FakeHost:
 def ids() -> Iterator[str]:
     number = 0
     while True:
-        yield Identity.from_seed(number.to_bytes(32, "big")).peer_id
+        yield identity_of(number).peer_id
         number += 1
 
 

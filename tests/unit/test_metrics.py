@@ -16,11 +16,11 @@ from prometheus_client.metrics_core import Metric
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.api.engine.generation import ApiTallies
-from petalnode.node.api.http.server import HttpLimits, HttpServer, listen, url_of
+from petalnode.node.api.http.server import LOOPBACK, HttpLimits, HttpServer, listen, url_of
 from petalnode.node.client.deadlines import SessionTotals, Waits
 from petalnode.node.errors import MachineError
 from petalnode.node.monitoring.api_metrics import ApiMetrics
-from petalnode.node.monitoring.endpoint import LOOPBACK, MetricsApplication
+from petalnode.node.monitoring.endpoint import MetricsApplication
 from petalnode.node.monitoring.metrics import (
     INTERVAL,
     WINDOW,
@@ -38,7 +38,7 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
 from petalnode.protocols.ids import DIRECTORY, Span
 from tests.import_graph import ROOT
-from tests.memory_muxer import muxer, settled
+from tests.memory_muxer import accepted, settled
 
 UNITS = ("seconds", "bytes", "tokens", "rows")
 MADE_UP = {"ms", "milliseconds", "kb", "mb", "percent", "minutes", "count", "histogram", "gauge", "counter"}
@@ -236,9 +236,7 @@ def test_distribution_has_its_bounds_in_lower_bucket() -> None:
 
 @pytest.mark.virtual_time
 async def test_bytes_count_for_protocol_that_was_agreed_on() -> None:
-    async with muxer() as (ours, other):
-        other.open(1)
-        stream = await ours.accept_stream()
+    async with accepted() as (ours, other, stream):
         other.send(1, b"hello")
         await settled()
         stream.agree("/a/1")

@@ -28,7 +28,7 @@ from petalnode.node.network.transport.muxed_stream import (
     WINDOW_UPDATE,
 )
 from petalnode.node.network.transport.stream_bytes import Connection, StreamBytes
-from tests.memory_muxer import MemoryRaw, muxer, read, settled
+from tests.memory_muxer import MemoryRaw, accepted, muxer, read, settled
 
 pytestmark = pytest.mark.virtual_time
 
@@ -44,9 +44,7 @@ def little_unread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("little_unread")
 async def test_read_bytes_are_granted_again() -> None:
     """More passes through than may be unread at once."""
-    async with muxer() as (ours, other):
-        other.open(1)
-        stream = await ours.accept_stream()
+    async with accepted() as (ours, other, stream):
         stream.grant()
         stream.widen(INITIAL_WINDOW)  # is less, and takes nothing back
         granted, sent, half = INITIAL_WINDOW, 0, WINDOW // 2
@@ -122,9 +120,7 @@ async def test_who_sends_beyond_the_grant_is_cut_off(beyond: int) -> None:
 
 
 async def test_stream_is_closed_on_each_side_alone() -> None:
-    async with muxer() as (ours, other):
-        other.open(1)
-        stream = await ours.accept_stream()
+    async with accepted() as (ours, other, stream):
         await stream.write(b"last")
         await stream.close()
         await stream.close()
@@ -132,8 +128,8 @@ async def test_stream_is_closed_on_each_side_alone() -> None:
             await stream.write(b"too late")
         with pytest.raises(MuxedStreamClosed):
             stream.write_nowait(b"too late")
-        accepted, data, end = other.frames()
-        assert accepted[:3] == (WINDOW_UPDATE, ACK, 1) and data[4] == b"last" and end[:3] == (WINDOW_UPDATE, FIN, 1)
+        answer, data, end = other.frames()
+        assert answer[:3] == (WINDOW_UPDATE, ACK, 1) and data[4] == b"last" and end[:3] == (WINDOW_UPDATE, FIN, 1)
         assert ours.open_streams == 1
         other.send(1, b"answer", FIN)
         assert await stream.read() == b"answer"
@@ -144,9 +140,7 @@ async def test_stream_is_closed_on_each_side_alone() -> None:
 
 
 async def test_who_waits_for_bytes_learns_the_end() -> None:
-    async with muxer() as (ours, other):
-        other.open(1)
-        stream = await ours.accept_stream()
+    async with accepted() as (ours, other, stream):
 
         async def wait() -> None:
             with pytest.raises(MuxedStreamEOF):
@@ -217,9 +211,7 @@ async def test_writing_keeps_to_the_other_end_s_window() -> None:
 
 @pytest.mark.parametrize("end", ["reset", "closed", "connection"])
 async def test_who_waits_for_window_is_told_of_end(end: str) -> None:
-    async with muxer() as (ours, other):
-        other.open(1)
-        stream = await ours.accept_stream()
+    async with accepted() as (_, other, stream):
 
         async def write() -> None:
             with pytest.raises(MuxedStreamClosed if end == "closed" else MuxedStreamReset):
@@ -350,9 +342,7 @@ async def test_an_end_that_is_known_gets_no_window() -> None:
 
 @pytest.mark.parametrize(("ours_ended", "theirs_ended"), [(True, True), (True, False), (False, True), (False, False)])
 async def test_stream_not_closed_in_order_is_reset(ours_ended: bool, theirs_ended: bool) -> None:
-    async with muxer() as (ours, other):
-        other.open(1)
-        muxed = await ours.accept_stream()
+    async with accepted() as (ours, other, muxed):
         stream: Any = SimpleNamespace(muxed_stream=muxed, close=muxed.close, reset=muxed.reset)
         held = StreamBytes(stream)
         if ours_ended:

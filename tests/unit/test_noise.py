@@ -16,7 +16,7 @@ from petalnode.node.network.transport.muxed_stream import (
     SYN,
 )
 from petalnode.node.network.transport.yamux import Muxer
-from tests.memory_muxer import MemoryRaw, Owner, muxer, noise_session, settled
+from tests.memory_muxer import MemoryRaw, Owner, accepted, noise_session, settled
 
 pytestmark = pytest.mark.virtual_time
 
@@ -77,9 +77,7 @@ async def test_frames_that_came_with_the_negotiation_are_handled() -> None:
 
 
 async def test_a_changed_bit_ends_the_connection() -> None:
-    async with muxer() as (ours, other):
-        other.open(1)
-        await ours.accept_stream()
+    async with accepted() as (ours, other, _):
         other.raw.say.send_nowait((20).to_bytes(2, "big") + bytes(20))
         await settled()
         assert "authentication" in (ours.lost or "")

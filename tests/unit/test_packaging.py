@@ -72,15 +72,20 @@ print("\\n" + json.dumps([name, texts]))
 """
 
 
-@pytest.mark.parametrize("compiler", ["true", "false"])
-def test_wheel_with_kernels_is_for_its_platform(compiler: str, tmp_path: Path) -> None:
-    """One that is made without a compiler has no compiled file and is for all platforms."""
-    kernels = tmp_path / "node" / "blocks" / "kernels"
+def copy_kernels(checkout: Path) -> None:
+    """Makes a folder a checkout, of which nothing but the kernels is there."""
+    kernels = checkout / "node" / "blocks" / "kernels"
     kernels.mkdir(parents=True)
     for file in (ROOT / "node" / "blocks" / "kernels").glob("*.*"):
         if file.suffix in (".py", ".c", ".h"):
             (kernels / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "pyproject.toml").touch()
+    (checkout / "pyproject.toml").touch()
+
+
+@pytest.mark.parametrize("compiler", ["true", "false"])
+def test_wheel_with_kernels_is_for_its_platform(compiler: str, tmp_path: Path) -> None:
+    """One that is made without a compiler has no compiled file and is for all platforms."""
+    copy_kernels(tmp_path)
     (tmp_path / "build" / "lib").mkdir(parents=True)
     (tmp_path / "build" / "lib" / "petalnode_kernels.so").write_text("of another version")
     cc = tmp_path / "cc"
@@ -110,12 +115,7 @@ def test_wheel_with_kernels_is_for_its_platform(compiler: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("tag", ["macosx_11_0_arm64", "win_amd64", "solaris"])
 def test_other_systems_wheel_has_kernels_by_zig(tag: str, tmp_path: Path) -> None:
-    kernels = tmp_path / "node" / "blocks" / "kernels"
-    kernels.mkdir(parents=True)
-    for file in (ROOT / "node" / "blocks" / "kernels").glob("*.*"):
-        if file.suffix in (".py", ".c", ".h"):
-            (kernels / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "pyproject.toml").touch()
+    copy_kernels(tmp_path)
     (tmp_path / "ziglang").mkdir()
     (tmp_path / "ziglang" / "__init__.py").touch()
     zig = tmp_path / "ziglang" / "zig"

@@ -9,24 +9,14 @@ from hypothesis import strategies as st
 from petalnode.node.placement.observed import LEAST, MOST, OBSERVED, MembershipChange, observe_servers, turnover
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span
+from tests.announcements import plain
 
 BLOCKS = 12
 ONLINE, JOINING, DRAINING = ServerState.ONLINE, ServerState.JOINING, ServerState.DRAINING
 
 
 def said(peer_id: str, start: int = 0, end: int = 4, state: ServerState = ONLINE, **fields) -> Announcement:
-    return Announcement(
-        **{
-            "peer_id": peer_id,
-            "model_version": b"v" * 32,
-            "model_name": "m",
-            "num_blocks": BLOCKS,
-            "span": Span(start, end),
-            "state": state,
-            "step_seconds": 0.1,
-        }
-        | fields
-    )
+    return plain(peer_id, Span(start, end), **{"num_blocks": BLOCKS, "state": state, "step_seconds": 0.1} | fields)
 
 
 def test_who_counts_where() -> None:

@@ -18,8 +18,9 @@ from petalnode.node.placement.planning.label_search import MAX_MACHINES
 from petalnode.node.placement.planning.machines_file import Fleet, Machine
 from petalnode.node.placement.planning.plans import busiest_plan, expected, fastest_plan, fleet_of_servers, present_plan
 from petalnode.node.swarm.cost import COST
-from petalnode.protocols.announcement import Announcement, ServerState
+from petalnode.protocols.announcement import Announcement
 from petalnode.protocols.ids import Span
+from tests.announcements import plain
 
 BLOCKS = 8
 
@@ -134,16 +135,7 @@ def test_what_is_expected_counts_computing_ways_and_client() -> None:
 
 
 def announcement(name: str, start: int, end: int, step: float, rtts: dict[str, float]) -> Announcement:
-    return Announcement(
-        peer_id=name,
-        model_version=bytes(32),
-        model_name="m",
-        num_blocks=BLOCKS,
-        span=Span(start, end),
-        state=ServerState.ONLINE,
-        step_seconds=step,
-        rtts=rtts,
-    )
+    return plain(name, Span(start, end), num_blocks=BLOCKS, step_seconds=step, rtts=rtts)
 
 
 def test_a_swarm_is_planned_as_it_is_announced() -> None:

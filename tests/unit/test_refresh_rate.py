@@ -23,25 +23,14 @@ from petalnode.node.server.lifecycle.other_servers import ROUND_TRIPS, keep_rtts
 from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.sample import PACE, refresh_rate
 from petalnode.node.swarm.view import SwarmView
-from petalnode.node.testing import message_streams
-from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.announcement import (
-    ANNOUNCEMENT,
-    Announcement,
-    ServerState,
-    SignedAnnouncement,
-    freshened,
-    sign_announcement,
-)
-from petalnode.protocols.directory import MAX_HEADER
-from petalnode.protocols.framing import MessageStream, PeerError
+from petalnode.protocols.announcement import ANNOUNCEMENT, Announcement, ServerState, SignedAnnouncement
 from petalnode.protocols.ids import Boundaries, Span
-from tests.directories import a_directory, announcer_of
+from tests.announcements import MODEL, held, identity_of, plain, signed
+from tests.directories import a_directory, announcer_of, answered_by, nothing
 
 pytestmark = pytest.mark.virtual_time
 
-MODEL, BLOCKS, TTL, SPAN = b"m" * 32, 10, 45.0, Span(0, 2)
-Stream = MessageStream[wire.DirectoryFrame]
+BLOCKS, TTL = 10, 45.0
 
 
 @given(st.integers(0, PACE.quick))
@@ -73,30 +62,15 @@ def test_it_has_no_jump_where_swarms_grow() -> None:
 # --- announcing in a large swarm
 
 
-def identity_of(number: int) -> Identity:
-    return Identity.from_seed(number.to_bytes(32, "big"))
+ADDRESS = ("/ip4/192.0.2.1/tcp/1",)
 
 
-def plain(peer_id: str, span: Span = SPAN, **fields: Any) -> Announcement:
-    fields = {"cache_tokens": 100, "cache_tokens_free": 100, "addrs": ("/ip4/192.0.2.1/tcp/1",)} | fields
-    return Announcement(peer_id, MODEL, "model", BLOCKS, span, ServerState.ONLINE, **fields)
-
-
-def held(
-    number: int, age: float = 0.0, lifetime: float = ANNOUNCEMENT.max_lifetime, **fields: Any
-) -> SignedAnnouncement:
-    """What a view holds; nobody asks for its signature."""
-    content = freshened(plain(identity_of(number).peer_id, **fields), now=time.time() - age, lifetime=lifetime)
-    return SignedAnnouncement(content, b"", number.to_bytes(64, "big"))
+def announcement_of(identity: Identity) -> Announcement:
+    return plain(identity.peer_id, Span(0, 2), cache_tokens=100, cache_tokens_free=100, addrs=ADDRESS)
 
 
 def swarm_of(count: int, first: int = 1000) -> list[SignedAnnouncement]:
-    spans = [Span(number % (BLOCKS - 2), number % (BLOCKS - 2) + 3) for number in range(count)]
-    return [held(first + number, span=span) for number, span in enumerate(spans)]
-
-
-async def nothing(*_: Any, **__: Any) -> None:
-    await trio.lowlevel.checkpoint()
+    return [held(first + number, addrs=ADDRESS) for number in range(count)]
 
 
 async def told(
@@ -111,7 +85,7 @@ async def told(
         rounds[-1].append(peer_id)
 
     directory.push = push  # type: ignore[method-assign]
-    own = plain(identity.peer_id)
+    own = announcement_of(identity)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(announcer._publish_forever)
         for change in (lambda one: one, *changes):
@@ -161,7 +135,7 @@ async def test_kademlia_holds_changes_soon_and_others_long() -> None:
     announcer = announcer_of(directory, identity_of(1), dht)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(announcer._put_forever)
-        own = plain(identity_of(1).peer_id)
+        own = announcement_of(identity_of(1))
         for change in (lambda one: one, busier, busier, moving):
             own = change(own)
             announcer.announce(own)
@@ -175,35 +149,14 @@ async def test_kademlia_holds_changes_soon_and_others_long() -> None:
 # --- asking
 
 
-def between(here: Identity, there: Directory, nursery: trio.Nursery) -> Any:
-    """Opens streams to one directory."""
-
-    async def serve(stream: Stream) -> None:
-        try:
-            await there.serve(stream)
-        except PeerError:
-            await stream.reset()
-
-    async def open_stream(peer_id: str, _timeout: float) -> Stream:
-        ours, theirs = message_streams(wire.DirectoryFrame, here.peer_id, peer_id, max_header=MAX_HEADER)
-        nursery.start_soon(serve, theirs)
-        return ours
-
-    return open_stream
-
-
 async def test_who_measures_the_way_learns_the_announcement() -> None:
     """Its announcement was made ten minutes ago, as in a large swarm."""
     here, server = identity_of(1), identity_of(2)
     async with trio.open_nursery() as nursery:
         there = a_directory(server, nothing)
-        old = freshened(plain(server.peer_id), now=time.time() - 600, lifetime=ANNOUNCEMENT.max_lifetime)
-        new = freshened(
-            plain(server.peer_id, Span(5, 9), queue_depth=7), now=time.time(), lifetime=ANNOUNCEMENT.max_lifetime
-        )
-        there.merge([sign_announcement(server, new)])
-        asking = a_directory(here, between(here, there, nursery))
-        asking.merge([sign_announcement(server, old)])
+        there.merge([signed(server, Span(5, 9), queue_depth=7, lifetime=ANNOUNCEMENT.max_lifetime)])
+        asking = a_directory(here, answered_by(there.serve, nursery, here.peer_id))
+        asking.merge([signed(server, now=time.time() - 600, lifetime=ANNOUNCEMENT.max_lifetime)])
         assert await asking.measure_rtt(server.peer_id, timeout=60) < 60
         known = asking.view.get(server.peer_id, time.time())
         assert known is not None and (known.span, known.queue_depth) == (Span(5, 9), 7)
@@ -214,14 +167,11 @@ async def test_large_swarms_sample_includes_the_others_word() -> None:
     here, server = identity_of(1), identity_of(2)
     async with trio.open_nursery() as nursery:
         there = a_directory(server, nothing)
-        joining = replace(plain(server.peer_id), state=ServerState.JOINING)
-        there.own = sign_announcement(server, freshened(joining, now=time.time(), lifetime=TTL))
-        made = [
-            sign_announcement(one, freshened(plain(one.peer_id), now=time.time(), lifetime=ANNOUNCEMENT.max_lifetime))
-            for one in map(identity_of, range(100, 100 + PACE.whole + 20))
-        ]
+        there.own = signed(server, state=ServerState.JOINING, addrs=ADDRESS)
+        others = map(identity_of, range(100, 100 + PACE.whole + 20))
+        made = [signed(one, lifetime=ANNOUNCEMENT.max_lifetime, addrs=ADDRESS) for one in others]
         there.merge([*made, there.own])
-        asking = a_directory(here, between(here, there, nursery), listens=True)
+        asking = a_directory(here, answered_by(there.serve, nursery, here.peer_id), listens=True)
         await asking.pull(server.peer_id, model_version=MODEL, timeout=60)
         assert len(asking.view.records) == PACE.whole and server.peer_id in asking.view.records
         await asking.pull(server.peer_id, model_version=MODEL, timeout=60)  # it knows now that the swarm is large
@@ -234,9 +184,8 @@ async def test_large_swarms_sample_includes_the_others_word() -> None:
 def test_who_asks_for_a_model_asks_its_servers() -> None:
     """Of a hundred models, others know a hundredth of it."""
     directory = a_directory(identity_of(1), nothing, listens=True)
-    own = [held(number) for number in range(10)]
-    others = [held(1000 + number) for number in range(500)]
-    others = [replace(one, content=replace(one.content, model_version=b"o" * 32)) for one in others]
+    own = [held(number, addrs=ADDRESS) for number in range(10)]
+    others = [held(1000 + number, addrs=ADDRESS, model_version=b"o" * 32) for number in range(500)]
     directory.merge([*own, *others])
     directory.own = own[0]
     assert [directory._asked_for(turn) for turn in range(4)] == [b"", MODEL, MODEL, MODEL]
@@ -247,7 +196,7 @@ def test_who_asks_for_a_model_asks_its_servers() -> None:
 
 def test_known_share_is_seen_from_others_words() -> None:
     directory = a_directory(identity_of(1), nothing)
-    directory.own = held(1)
+    directory.own = held(1, addrs=ADDRESS)
     records = swarm_of(400)
     directory.merge([directory.own, *records[:200]])
     assert directory.view.share == 1.0
@@ -303,7 +252,7 @@ class Pinged:
 
 @pytest.mark.parametrize(("age", "waits"), [(600.0, False), (0.0, True)])
 async def test_long_gone_servers_cost_a_moment(age: float, waits: bool) -> None:
-    records = [held(number, age, span=Span(0, BLOCKS)) for number in range(20)]
+    records = [held(number, Span(0, BLOCKS), now=time.time() - age, addrs=ADDRESS) for number in range(20)]
     there = {record.content.peer_id for record in records[::2]}
     async with trio.open_nursery() as nursery:
         folder = SimpleNamespace(boundaries=Boundaries(64, BLOCKS))

@@ -17,9 +17,10 @@ from petalnode.node.swarm.config import DEFAULT_TTL
 from petalnode.node.swarm.sample import SAMPLING
 from petalnode.node.swarm.swarm import Swarm
 from petalnode.node.testing.memory_network import MemoryNetwork, MemoryNode
-from petalnode.protocols.announcement import Announcement, ServerState
+from petalnode.protocols.announcement import Announcement
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.ids import Span
+from tests.announcements import plain
 
 BLOCKS = 4
 ALL = Span(0, BLOCKS)
@@ -57,9 +58,7 @@ class World:
         if seconds is None:
             link.freeze(1e6)
         sequence = int((time.time() - age) * 1e9)
-        return Announcement(
-            node.peer_id, bytes(32), "m", BLOCKS, span, ServerState.ONLINE, sequence, expires=time.time() + 3600
-        )
+        return plain(node.peer_id, span, num_blocks=BLOCKS, sequence=sequence, expires=time.time() + 3600)
 
     async def measure(self, *servers: Announcement, patient: bool = False, choosy: bool = False) -> float:
         """Seconds for which it was waited."""

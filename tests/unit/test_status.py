@@ -19,6 +19,7 @@ from petalnode.node.testing.memory_network import MemoryNode
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.framing import StreamClosed
 from petalnode.protocols.ids import Span
+from tests.announcements import plain
 
 VERSION = bytes(range(32))
 
@@ -42,19 +43,9 @@ def test_the_seconds_of_watch_may_be_left_out(given: list[str], taken: list[str]
 
 
 def server(peer_id: str, span: Span, state: ServerState = ServerState.ONLINE, name: str = "attic") -> Announcement:
-    return Announcement(
-        peer_id=peer_id,
-        model_version=VERSION,
-        model_name="tiny-llama",
-        num_blocks=6,
-        span=span,
-        state=state,
-        software_version="1",
-        public_name=name,
-        step_seconds=0.02,
-        cache_tokens=1000,
-        cache_tokens_free=700,
-    )
+    of_model = {"model_version": VERSION, "model_name": "tiny-llama", "num_blocks": 6}
+    place = {"software_version": "1", "step_seconds": 0.02, "cache_tokens": 1000, "cache_tokens_free": 700}
+    return plain(peer_id, span, state=state, public_name=name, **of_model, **place)
 
 
 @pytest.mark.parametrize("width", [40, 79, 80, 200])

@@ -1,37 +1,20 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.crypto.identity import Identity
 from petalnode.node.swarm import view as view_module
 from petalnode.node.swarm.view import SwarmView
-from petalnode.protocols.announcement import (
-    Announcement,
-    ServerState,
-    SignedAnnouncement,
-    counts_until,
-    freshened,
-    sign_announcement,
-)
+from petalnode.protocols.announcement import ServerState, SignedAnnouncement, counts_until
 from petalnode.protocols.ids import Span
+from tests.announcements import MODEL, identity_of, signed
 
 NOW = 1_800_000_000.0
-IDENTITIES = [Identity.from_seed(bytes([number]) * 32) for number in range(4)]
+IDENTITIES = [identity_of(number) for number in range(4)]
 
 
-def record(server: int, *, at: float = NOW, lifetime: float = 45, **fields) -> SignedAnnouncement:
-    plain = Announcement(
-        peer_id=IDENTITIES[server].peer_id,
-        model_version=b"v" * 32,
-        model_name="model",
-        num_blocks=30,
-        span=Span(server, server + 5),
-        state=ServerState.ONLINE,
-    )
-    return sign_announcement(IDENTITIES[server], freshened(replace(plain, **fields), now=at, lifetime=lifetime))
+def record(server: int, *, at: float = NOW, **fields) -> SignedAnnouncement:
+    return signed(IDENTITIES[server], Span(server, server + 5), now=at, **{"num_blocks": 30} | fields)
 
 
 def peers(view: SwarmView, now: float = NOW) -> list[str]:
@@ -100,7 +83,7 @@ def test_servers_of_one_model_are_told_apart():
 
 def test_models_are_named_as_most_say():
     view = SwarmView().merge([record(0), record(1), record(2, model_name="liar", num_blocks=31)], NOW)
-    assert view.models(now=NOW) == {b"v" * 32: ("model", 30)}
+    assert view.models(now=NOW) == {MODEL: ("model", 30)}
 
 
 def test_records_are_bounded_and_expire_soonest_first(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,6 +34,7 @@ from petalnode.protocols.training import (
     send_in_pieces,
     send_pieces,
 )
+from tests.messages import batch_opening, tensor
 from tests.unit.memory_ends import PEER, ends
 
 HOSTED = Hosted(b"m" * 32, "tiny", 8, Span(2, 6), 64, "float32", "none", 128)
@@ -142,20 +142,8 @@ def test_an_error_between_pieces_is_the_peers() -> None:
 # --- opening
 
 
-def opening(**fields: Any) -> wire.BatchOpen:
-    usual = {
-        "protocol_version": 1,
-        "model_version": b"m" * 32,
-        "span": wire.Span(start=2, end=5),
-        "codec": "none",
-        "activation_dtype": "float32",
-        "nonce": b"n" * 16,
-    }
-    return wire.BatchOpen(**usual | fields)
-
-
 def test_an_opening_is_read() -> None:
-    assert batch_terms_of(opening()) == TERMS
+    assert batch_terms_of(batch_opening()) == TERMS
 
 
 @pytest.mark.parametrize(
@@ -169,7 +157,7 @@ def test_an_opening_is_read() -> None:
 )
 def test_an_opening_that_cannot_be(fields: dict[str, Any], code: int) -> None:
     with pytest.raises(Refusal) as caught:
-        batch_terms_of(opening(**fields))
+        batch_terms_of(batch_opening(**fields))
     assert caught.value.code == code
 
 
@@ -190,11 +178,6 @@ def test_what_is_not_hosted(terms: BatchTerms, code: int) -> None:
 
 
 # --- batch requests
-
-
-def tensor(*shape: int, nbytes: int | None = None, **fields: Any) -> wire.Tensor:
-    usual: dict[str, Any] = {"shape": shape, "dtype": "float32", "codec": "none"}
-    return wire.Tensor(**usual | fields, nbytes=4 * math.prod(shape) if nbytes is None else nbytes)
 
 
 def request(*tensors: wire.Tensor, **fields: Any) -> wire.BatchRequest:

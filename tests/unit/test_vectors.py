@@ -32,6 +32,7 @@ from petalnode.protocols.inference import hash_of_step, pushed_step, receipt_to_
 from petalnode.protocols.prefix import PrefixNames, PrefixTerms, token_digests
 from petalnode.protocols.training import hash_of_batch, hash_of_keep, hash_of_payloads
 from petalnode.protocols.weights import PIECE_BYTES, Tree, TreeEntry
+from tests.receipts import of_answer, unsigned
 from tests.statements import pledge_of, terms_of
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -58,20 +59,14 @@ def receipt_vectors() -> dict[str, Any]:
         "upstream_receipt": b"",
         "targets": ((b"p" * 38, b"t" * 16, 5),),
     }
-    receipt = Receipt(
-        protocol_version=1,
-        model_version=b"m" * 32,
+    receipt = unsigned(
         span=(4, 6),
         dtype="bfloat16",
         quantisation="int8",
         client=CLIENT.peer_id,
-        nonce=b"n" * 16,
-        session_epoch=b"e" * 16,
-        sequence=1,
         request_hash=StepRequest(**request).hash(),
         reply_hash=sha256(answer),
         previous_receipt=SessionRoot(**terms).hash(),
-        upstream_receipt=b"",
         time_ms=1_700_000_000_500,
     ).signed(SERVER)
     tensor = wire.Tensor(shape=[2, 1, 8], dtype="float32", codec="none", nbytes=64)
@@ -299,22 +294,9 @@ class _Opened:
 
     def receipt(self, step: wire.Step, given: _Sent, answer: _Sent, time_ms: int) -> Receipt:
         opening, epoch = self.opening, self.granted.session_epoch
-        return Receipt(
-            protocol_version=1,
-            model_version=opening.model_version,
-            span=(opening.span.start, opening.span.end),
-            dtype="float32",
-            quantisation="none",
-            client=CLIENT.peer_id,
-            nonce=opening.nonce,
-            session_epoch=epoch,
-            sequence=step.sequence,
-            request_hash=hash_of_step(step, given[0], sha256(given[1])),
-            reply_hash=sha256(answer[1]),
-            previous_receipt=root_of(opening, CLIENT.peer_id, epoch),
-            upstream_receipt=step.previous_receipt,
-            time_ms=time_ms,
-        ).signed(self.server)
+        made = of_answer(opening, CLIENT.peer_id, epoch, step, given, answer[1])
+        root = root_of(opening, CLIENT.peer_id, epoch)
+        return replace(made, previous_receipt=root, time_ms=time_ms).signed(self.server)
 
 
 def _session() -> tuple[list[dict[str, Any]], Receipt]:

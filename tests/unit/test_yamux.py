@@ -29,7 +29,7 @@ from petalnode.node.network.transport.muxed_stream import (
 )
 from petalnode.node.network.transport.raw_connection import Path
 from petalnode.node.network.transport.tcp_window import seconds_kept
-from tests.memory_muxer import MemoryRaw, muxer, read, settled
+from tests.memory_muxer import MemoryRaw, accepted, muxer, read, settled
 
 pytestmark = pytest.mark.virtual_time
 
@@ -70,9 +70,7 @@ async def test_several_frames_at_once_go_to_their_streams() -> None:
     ],
 )
 async def test_who_breaks_the_protocol_is_cut_off(frame: bytes, why: str) -> None:
-    async with muxer() as (ours, other):
-        other.open(1)
-        stream = await ours.accept_stream()
+    async with accepted() as (ours, other, stream):
         other.say_bytes(frame)
         with pytest.raises(MuxedStreamReset, match=why):
             await stream.read()
@@ -108,9 +106,7 @@ async def test_circuits_frames_are_sealed_twice_and_fit() -> None:
     relayed = Path(direct=False, relay="relay", remote_addr=None, inbound=True)
     raws = MemoryRaw(is_socket=True), MemoryRaw(), MemoryRaw(path=relayed)
     for raw, largest in zip(raws, (LARGE_DATA, MAX_DATA, MAX_DATA - HEADER.size - 18), strict=True):
-        async with muxer(raw) as (ours, other):
-            other.open(1)
-            stream = await ours.accept_stream()
+        async with accepted(raw) as (_, other, stream):
             other.say(WINDOW_UPDATE, 0, 1, WINDOW)
             await settled()
             await stream.write(bytes(2 * LARGE_DATA))
@@ -138,9 +134,7 @@ async def test_too_many_streams_are_refused_one_by_one(monkeypatch: pytest.Monke
 
 
 async def test_a_silent_peer_is_asked_and_then_dropped() -> None:
-    async with muxer() as (ours, other):
-        other.open(1)
-        stream = await ours.accept_stream()
+    async with accepted() as (ours, other, stream):
         begun = trio.current_time()
         for _ in range(20):  # who answers stays
             await trio.sleep(1.5)
@@ -156,9 +150,7 @@ async def test_a_silent_peer_is_asked_and_then_dropped() -> None:
 
 
 async def test_peer_is_not_dropped_because_we_stood_still() -> None:
-    async with muxer() as (ours, other):
-        other.open(1)
-        await ours.accept_stream()
+    async with accepted() as (ours, other, _):
         await trio.sleep(1.2)
         assert [frame[:2] for frame in other.frames() if frame[0] == PING] == [(PING, SYN)]
         clock = trio.lowlevel.current_clock()
@@ -238,9 +230,7 @@ async def test_tcp_keeps_its_window_after_large_messages() -> None:
 
 @pytest.mark.parametrize("after", [0.01, 0.07, 0.14])
 async def test_small_message_anywhere_leaves_pings_in_time(after: float) -> None:
-    async with muxer(MemoryRaw(is_socket=True)) as (ours, other):
-        other.open(1)
-        stream = await ours.accept_stream()
+    async with accepted(MemoryRaw(is_socket=True)) as (_, other, stream):
         stream.grant()
         await stream.write(bytes(12 * 1024 + 1))
         await trio.sleep(after)
@@ -277,9 +267,7 @@ async def test_circuits_bytes_are_handled_where_they_come() -> None:
 
 
 async def test_closing_connection_says_so_and_sends_on() -> None:
-    async with muxer(MemoryRaw(room=0)) as (ours, other):
-        other.open(1)
-        stream = await ours.accept_stream()
+    async with accepted(MemoryRaw(room=0)) as (ours, other, stream):
         await stream.write(b"last")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ours.close)
@@ -349,9 +337,7 @@ async def test_frames_that_wait_for_others_are_few() -> None:
 
 
 async def test_small_frames_and_new_streams_are_counted_apart() -> None:
-    async with muxer() as (ours, other):
-        other.open(1)
-        stream = await ours.accept_stream()
+    async with accepted() as (ours, other, stream):
         for _ in range(2 * limits.LIMITS.opened_at_once):
             other.send(1, b"x")
             await stream.read()
@@ -383,9 +369,8 @@ class Failing:
 
 
 async def test_our_own_failure_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
-    async with muxer() as (ours, other):
-        other.open(1)
-        (await ours.accept_stream()).divert(Failing())
+    async with accepted() as (ours, other, stream):
+        stream.divert(Failing())
         other.send(1, b"x")
         await settled()
         assert ours.lost == "internal error"

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -23,6 +22,7 @@ from ....crypto.identity import write_private
 from ...errors import BadInput, MachineError
 from ...network.shares import ShareCount
 from ..errors import MESSAGES_PATH, REQUEST_ID, ApiError, error_response
+from .server import LOOPBACK, host_name
 
 _PREFIX: Final = "pn-"
 _LINE: Final = re.compile(r"sha256:([0-9a-f]{64})(?:\s+(\S.*))?")
@@ -106,7 +106,6 @@ def _read(path: Path) -> str:
         raise MachineError(f"cannot read {path}: {error.strerror}") from error
 
 
-LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _LOCKED: Final = ("/v1/", "/api/", "/metrics")
 _BUSY_SECONDS: Final = "2"
 
@@ -205,7 +204,7 @@ class AdmissionMiddleware:
 
     def _check_host(self, host: str) -> None:
         hosts = self._admission.hosts
-        if hosts and _host_name(host) not in hosts:
+        if hosts and host_name(host) not in hosts:
             raise ApiError(403, f"this server does not answer for the host {host[:200]!r}", code="host")
 
     def _owner(self, path: str, headers: Headers) -> str:
@@ -224,13 +223,6 @@ class AdmissionMiddleware:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         return owner
-
-
-def _host_name(host: str) -> str:
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
 
 
 def _preflight(headers: Headers) -> Response:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 import h11
 import trio
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 """As ASGI 3 has it: of scope, receive and send."""
+LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+"""The hosts by which programs of this machine ask it."""
 
 
 @dataclass(frozen=True)
@@ -333,6 +335,14 @@ class _HttpExchange:
     async def _transmit(self, event: h11.Event) -> None:
         async with self._sending:
             await self._connection.send(event)
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header, without the port; "" if there is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _address(stream: trio.abc.HalfCloseableStream, which: str) -> tuple[str, int] | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from ...api.http.server import listen, url_of
+from ...api.http.server import LOOPBACK, listen, url_of
 from ...client.chat import Text
 from ...client.core import ClientOptions, open_client
 from ...client.deadlines import DEADLINES
@@ -117,7 +117,7 @@ def admission_of(options: ApiOptions) -> Admission:
     Raises:
         BadInput: a key file or an origin that cannot be used, or a port that others reach without keys.
     """
-    from ...api.http.admission import LOOPBACK, Admission, ApiKeys
+    from ...api.http.admission import Admission, ApiKeys
 
     for origin in options.cors_origin or ():
         scheme, _, host = origin.partition("://")

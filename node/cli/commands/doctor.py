@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 from ....crypto.identity import IdentityError, IdentityLocked, held_identity
 from ...blocks.kernels.library import TO_HAVE, WITHOUT, library
-from ...errors import ExitCode, PetalnodeError, SwarmError
+from ...errors import ExitCode, PetalnodeError, SwarmError, reason_of
 from ...models.cache_dir import cache_dir, data_folder
 from ...network.addresses import ip_of, parse_peer
 from ...network.nat.reachability import NOBODY_ASKED
@@ -208,9 +208,8 @@ def check_devices() -> Iterator[Finding]:
             square = torch.ones(64, 64, device=name)
             right = float((square @ square).sum()) == 64.0**3
         except RuntimeError as error:
-            reason = (str(error).splitlines() or ["no reason given"])[0]
             advice = f"check the driver (nvidia-smi), or serve with --device {names[0]}"
-            yield Finding("device", "problem", f"{name} does not compute: {reason}", advice)
+            yield Finding("device", "problem", f"{name} does not compute: {reason_of(error)}", advice)
             continue
         if not right:
             yield Finding("device", "problem", f"{name} computes wrong", "check the driver and the memory")

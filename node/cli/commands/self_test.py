@@ -27,7 +27,7 @@ from ....crypto.identity import Identity
 from ....protocols.ids import Span
 from ...blocks.kernels.library import TO_HAVE, WITHOUT, library
 from ...credits.payment_verifier import PaymentVerifier
-from ...errors import ExitCode, MachineError, PetalnodeError
+from ...errors import ExitCode, MachineError, PetalnodeError, reason_of
 from ...models.progress import no_progress
 from ...models.quantisation import EXACT, Numerics
 from ...server.lifecycle.exactness import RULE, cost_of, keep_cost, measured
@@ -190,7 +190,7 @@ def compute_findings() -> Iterator[Finding]:
             try:
                 speed = machine_check.products(device, dtype)
             except RuntimeError as error:
-                yield Finding("compute", "warning", f"{name} has no {dtype}: {_first_line(error)}")
+                yield Finding("compute", "warning", f"{name} has no {dtype}: {reason_of(error)}")
                 continue
             rates = f"{speed.flops / 1e9:.0f} GFLOP/s, weights at {speed.bytes_per_second / 1e9:.1f} GB/s"
             text = f"{name}, {speed.dtype}: {rates}, error {speed.error:.1e}"
@@ -200,7 +200,7 @@ def compute_findings() -> Iterator[Finding]:
             try:
                 wrong_by, right = machine_check.quantised_error(device, quantisation)
             except (PetalnodeError, RuntimeError, ImportError) as failure:
-                yield Finding("compute", "warning", f"{name}, {quantisation}: not here: {_first_line(failure)}")
+                yield Finding("compute", "warning", f"{name}, {quantisation}: not here: {reason_of(failure)}")
                 continue
             # A server notices such a kernel when it starts, and has torch multiply instead.
             advice = "" if right else f"torch will multiply {quantisation} weights instead, more slowly"
@@ -222,7 +222,7 @@ def exactness_findings(folder: Path) -> tuple[GreedyAnswer | None, list[Finding]
     try:
         machine_check.make_model(folder)
     except (OSError, RuntimeError, SafetensorError) as error:
-        text = f"not tested: the model cannot be written to a temporary folder: {_first_line(error)}"
+        text = f"not tested: the model cannot be written to a temporary folder: {reason_of(error)}"
         return None, [Finding("exactness", "warning", text, "make room, or set TMPDIR to another folder")]
     for device in machine_check.devices():
         try:
@@ -233,7 +233,7 @@ def exactness_findings(folder: Path) -> tuple[GreedyAnswer | None, list[Finding]
             if device == "cpu":
                 findings.append(_compiled_finding(folder, expected))
         except (PetalnodeError, RuntimeError, OSError) as error:
-            findings.append(Finding("exactness", "problem", f"blocks on {device} failed: {_first_line(error)}"))
+            findings.append(Finding("exactness", "problem", f"blocks on {device} failed: {reason_of(error)}"))
     return plain, findings
 
 
@@ -249,7 +249,7 @@ def _compiled_finding(folder: Path, expected: GreedyAnswer) -> Finding:
     try:
         found = machine_check.span_answer(folder, "cpu", "native")
     except MachineError as error:
-        return Finding("exactness", "warning", f"compiled kernels not tested: {_first_line(error)}")
+        return Finding("exactness", "warning", f"compiled kernels not tested: {reason_of(error)}")
     bits = f"the bits of {EXACT}" if kernels.is_exact else "without fused products"
     return compared("exactness", f"blocks on cpu with compiled kernels ({kernels.isa}, {bits})", found, expected)
 
@@ -262,7 +262,7 @@ def exact_cost_finding(folder: Path) -> tuple[dict[Numerics, BlockSpeed], Findin
         machine_check.make_model(folder, blocks=1, width=768)
         speeds = measured(folder)
     except (PetalnodeError, RuntimeError, OSError, SafetensorError) as error:
-        return {}, Finding("exactness", "warning", f"what {EXACT} costs was not measured: {_first_line(error)}")
+        return {}, Finding("exactness", "warning", f"what {EXACT} costs was not measured: {reason_of(error)}")
     cost = cost_of(speeds)
     assert cost is not None
     told = f"{EXACT} takes {cost.step:.2f} of the time of a step, {cost.prompt:.2f} of that of a prompt"
@@ -295,7 +295,7 @@ async def _swarm_finding(folder: Path, plain: GreedyAnswer, timeout: float) -> F
         if not all(isinstance(cause, (PetalnodeError, OSError, RuntimeError)) for cause in causes):
             raise
         advice = "does a firewall or a sandbox keep this program from 127.0.0.1?"
-        return Finding("swarm", "problem", f"two servers on loopback failed: {_first_line(causes[0])}", advice)
+        return Finding("swarm", "problem", f"two servers on loopback failed: {reason_of(causes[0])}", advice)
 
 
 @asynccontextmanager
@@ -358,7 +358,3 @@ def _asked(folder: Path, address: str, plain: GreedyAnswer, step: float) -> Find
         seconds = time.perf_counter() - began
     answer = GreedyAnswer(tuple(found.sequences[0, PROMPT:].tolist()), found.logits[-1][0].float().cpu())
     return compared("swarm", f"two servers on loopback, {seconds / NEW * 1000:.0f} ms a token", answer, plain)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import trio
@@ -65,7 +64,8 @@ async def identified(host: Host, peer_id: str, *, timeout: float, direct: bool =
         PeerError: no answer in time.
         ConnectionError: there is no connection, or no direct one.
     """
-    async with _opened(host, peer_id, IDENTIFY, TRAVERSAL.identify_max_message, direct=direct) as stream:
+    raw = await host.open_stream(peer_id, IDENTIFY, direct=direct)
+    async with DelimitedStream(raw, peer_id, max_message=TRAVERSAL.identify_max_message) as stream:
         return await ask_identify(stream, timeout=timeout)
 
 
@@ -82,23 +82,9 @@ async def request_dial_back(host: Host, peer_id: str, endpoints: tuple[Endpoint,
         ConnectionError: there is no direct connection.
     """
     addrs = [endpoint.multiaddr for endpoint in endpoints]
-    async with _opened(host, peer_id, AUTONAT, TRAVERSAL.autonat_max_message) as stream:
+    raw = await host.open_stream(peer_id, AUTONAT, direct=True)
+    async with DelimitedStream(raw, peer_id, max_message=TRAVERSAL.autonat_max_message) as stream:
         return await ask_dial_back(stream, host.peer_id, addrs, timeout=DIALS.dial_back)
-
-
-@asynccontextmanager
-async def _opened(
-    host: Host, peer_id: str, protocol: str, max_message: int, *, direct: bool = True
-) -> AsyncIterator[DelimitedStream]:
-    """A stream that is closed behind the block, or reset if that fails."""
-    raw = await host.open_stream(peer_id, protocol, direct=direct)
-    stream = DelimitedStream(raw, peer_id, max_message=max_message)
-    try:
-        yield stream
-    except BaseException:
-        await stream.reset()
-        raise
-    await stream.close()
 
 
 class DialRequests:
@@ -127,7 +113,8 @@ class DialRequests:
         nonce = secrets.randbits(64)
         self._nonces[nonce] = False
         try:
-            async with _opened(self._host, peer_id, DIAL_REQUEST, TRAVERSAL.autonat_max_message) as stream:
+            raw = await self._host.open_stream(peer_id, DIAL_REQUEST, direct=True)
+            async with DelimitedStream(raw, peer_id, max_message=TRAVERSAL.autonat_max_message) as stream:
                 answer = await ask_dial(stream, addrs, nonce, timeout=DIALS.dial_back)
         finally:
             was_brought = self._nonces.pop(nonce)
@@ -136,16 +123,13 @@ class DialRequests:
         return answer
 
     async def _take(self, raw: StreamBytes, peer_id: str) -> None:
-        stream = DelimitedStream(raw, peer_id)
         try:
-            nonce = await take_nonce(stream, self._nonces, timeout=DIALS.request)
+            async with DelimitedStream(raw, peer_id) as stream:
+                nonce = await take_nonce(stream, self._nonces, timeout=DIALS.request)
+                if nonce in self._nonces and raw.path.direct and raw.path.inbound:  # else it dialed nobody
+                    self._nonces[nonce] = True
         except PeerError as error:
             log.debug("no dial-back of ours: %s", error)
-            await stream.reset()
-            return
-        if nonce in self._nonces and raw.path.direct and raw.path.inbound:  # else it dialed nobody
-            self._nonces[nonce] = True
-        await stream.close()
 
 
 class ObservedAddresses:

@@ -65,14 +65,9 @@ class Circuits:
         """
         await self._host.connect(relay_id, direct=True)
         raw = await self._host.open_stream(relay_id, HOP, direct=True)
-        stream = DelimitedStream(raw, relay_id)
         self._asked.add(relay_id)
-        try:
+        async with DelimitedStream(raw, relay_id) as stream:
             terms = await ask_reservation(stream, timeout=_ASKING)
-        except BaseException:
-            await stream.reset()
-            raise
-        await stream.close()
         addrs = [Multiaddr(raw.path.remote_addr)] if raw.path.remote_addr and not raw.path.inbound else []
         addrs += [addr for addr in dialable_among(terms.addrs) if not is_circuit(addr)]
         circuits = dict.fromkeys(circuit_address(addr, relay_id) for addr in addrs)

@@ -86,20 +86,16 @@ class DialBackService:
         host.set_stream_handler(DIAL_REQUEST, self._serve_request)
 
     async def _serve(self, raw: StreamBytes, peer_id: str) -> None:
-        stream = DelimitedStream(raw, peer_id, max_message=TRAVERSAL.autonat_max_message)
-
         async def decide(asked_for: str, addrs: tuple[str, ...]) -> DialAnswer:
             if asked_for != peer_id:
                 return DialAnswer(DialStatus.BAD_REQUEST, "a peer asks for itself only")
             return await self._dial_back(raw, peer_id, addrs)
 
         try:
-            await answer_dial_back(stream, decide, timeout=DIALS.request)
+            async with DelimitedStream(raw, peer_id, max_message=TRAVERSAL.autonat_max_message) as stream:
+                await answer_dial_back(stream, decide, timeout=DIALS.request)
         except PeerError as error:
             log.debug("no dial-back: %s", error)
-            await stream.reset()
-        else:
-            await stream.close()
 
     async def _dial_back(self, raw: StreamBytes, peer_id: str, addrs: tuple[str, ...]) -> DialAnswer:
         observed = raw.path.endpoint
@@ -123,16 +119,13 @@ class DialBackService:
     # --- AutoNAT 2
 
     async def _serve_request(self, raw: StreamBytes, peer_id: str) -> None:
-        stream = DelimitedStream(raw, peer_id, max_message=TRAVERSAL.autonat_max_message)
         try:
-            addrs, nonce = await receive_dial_request(stream, timeout=DIALS.request)
-            answer = await self._dial_one(stream, raw.path.endpoint, addrs, nonce)
-            await stream.send(standard.AutoNat2(dial_response=answer), timeout=DIALS.request)
+            async with DelimitedStream(raw, peer_id, max_message=TRAVERSAL.autonat_max_message) as stream:
+                addrs, nonce = await receive_dial_request(stream, timeout=DIALS.request)
+                answer = await self._dial_one(stream, raw.path.endpoint, addrs, nonce)
+                await stream.send(standard.AutoNat2(dial_response=answer), timeout=DIALS.request)
         except PeerError as error:
             log.debug("no dial-back: %s", error)
-            await stream.reset()
-        else:
-            await stream.close()
 
     async def _dial_one(
         self, stream: DelimitedStream, observed: Endpoint | None, addrs: Sequence[str], nonce: int

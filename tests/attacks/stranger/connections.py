@@ -11,7 +11,7 @@ from petalnode.node.network.transport.muxed_stream import DATA, HEADER, PING, RS
 from petalnode.node.network.transport.negotiation import question
 from petalnode.protocols.ids import DIRECTORY, INFERENCE
 
-from .keys import Key, Victim
+from .keys import Key, Victim, until_reset
 
 OPENED_AND_RESET = b"".join(
     HEADER.pack(0, WINDOW_UPDATE, flags, stream_id, 0)
@@ -110,12 +110,9 @@ def garbage(protocol: str) -> Callable[[Key, Victim], Awaitable[None]]:
     """Random bytes on the streams of a protocol."""
 
     async def send(key: Key, victim: Victim) -> None:
-        stream = await key.open(victim, protocol)
-        try:
+        async with until_reset(key.open(victim, protocol)) as stream:
             with trio.move_on_after(5.0):
                 while True:
                     await stream.write(key.random.randbytes(key.random.randrange(1, GARBAGE_PORTION)))
-        finally:
-            await stream.reset()
 
     return send

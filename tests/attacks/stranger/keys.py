@@ -6,7 +6,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import trio
 from google.protobuf.message import Message
@@ -87,6 +87,23 @@ class Key:
         for peer_id in self.host.connected():
             with trio.move_on_after(1.0):
                 await self.host.disconnect(peer_id)
+
+
+class _Resettable(Protocol):
+    async def reset(self) -> None: ...
+
+
+S = TypeVar("S", bound=_Resettable)
+
+
+@asynccontextmanager
+async def until_reset(opening: Awaitable[S]) -> AsyncIterator[S]:
+    """The stream that is being opened, which is reset behind the block."""
+    stream = await opening
+    try:
+        yield stream
+    finally:
+        await stream.reset()
 
 
 Attack = Callable[[Key, Victim], Awaitable[None]]

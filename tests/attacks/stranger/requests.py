@@ -14,8 +14,9 @@ from petalnode.crypto.identity import peer_id_to_bytes
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream, PeerError, varint
 from petalnode.protocols.ids import ADAPTER, BACKWARD, FORWARD, INFERENCE, PUSH
+from tests import messages
 
-from .keys import PATIENCE, Key, Victim
+from .keys import PATIENCE, Key, Victim, until_reset
 
 LONG_PROMPT = 512
 """Tokens of a prompt that is abandoned."""
@@ -23,20 +24,14 @@ LONG_PROMPT = 512
 
 def opening(victim: Victim, **fields: Any) -> wire.Open:
     """The terms of a session that a server grants."""
+    return messages.opening(**_served(victim) | fields)
+
+
+def _served(victim: Victim) -> dict[str, Any]:
+    """What an opening says of the model and the blocks, under a nonce of its own."""
     start, end = victim.served.get("blocks", (0, 1))
-    usual: dict[str, Any] = {
-        "protocol_version": 1,
-        "model_version": bytes.fromhex(victim.served.get("model_version", "11" * 32)),
-        "span": wire.Span(start=start, end=end),
-        "max_length": 64,
-        "batch": 1,
-        "codec": "none",
-        "nonce": os.urandom(16),
-        "route_epoch": 1,
-        "wait_ms": 0,
-        "activation_dtype": "float32",
-    }
-    return wire.Open(**usual | fields)
+    version = bytes.fromhex(victim.served.get("model_version", "11" * 32))
+    return {"model_version": version, "span": wire.Span(start=start, end=end), "nonce": os.urandom(16)}
 
 
 async def session(key: Key, victim: Victim, **fields: Any) -> MessageStream[wire.InferenceFrame]:
@@ -58,9 +53,8 @@ def step(key: Key, victim: Victim, sequence: int, position: int, tokens: int = 1
     """A step of small random hidden states."""
     values = [key.random.gauss(0, 0.1) for _ in range(victim.hidden)]
     payload = struct.pack(f"<{victim.hidden}f", *values) * tokens
-    tensor = wire.Tensor(shape=[1, tokens, victim.hidden], dtype="float32", codec="none", nbytes=len(payload))
-    frame = wire.InferenceFrame(step=wire.Step(sequence=sequence, position=position, route_epoch=1), tensors=[tensor])
-    return frame, payload
+    asked = wire.Step(sequence=sequence, position=position, route_epoch=1)
+    return wire.InferenceFrame(step=asked, tensors=[messages.tensor(1, tokens, victim.hidden)]), payload
 
 
 async def hoarded_cache(key: Key, victim: Victim) -> None:
@@ -85,24 +79,18 @@ async def hoarded_cache(key: Key, victim: Victim) -> None:
 
 async def busy_session(key: Key, victim: Victim) -> None:
     """A client like others that never stops; with its twenty keys, twenty of them at each server."""
-    stream = await session(key, victim, max_length=512)
-    try:
+    async with until_reset(session(key, victim, max_length=512)) as stream:
         for number in range(1, 500):
             frame, payload = step(key, victim, number, number - 1)
             await stream.send(frame, [payload], timeout=PATIENCE)
             await stream.receive(timeout=PATIENCE)
-    finally:
-        await stream.reset()
 
 
 async def abandoned_prompts(key: Key, victim: Victim) -> None:
     """Long prompts, each broken off when it was sent."""
-    stream = await session(key, victim, max_length=2 * LONG_PROMPT)
-    try:
+    async with until_reset(session(key, victim, max_length=2 * LONG_PROMPT)) as stream:
         frame, payload = step(key, victim, 1, 0, LONG_PROMPT)
         await stream.send(frame, [payload], timeout=PATIENCE)
-    finally:
-        await stream.reset()
 
 
 async def unread_before_permission(key: Key, victim: Victim) -> None:
@@ -127,25 +115,21 @@ async def unread_before_permission(key: Key, victim: Victim) -> None:
 
 async def large_payloads(key: Key, victim: Victim) -> None:
     """The largest steps that were granted, in part, at the least rate; then no more."""
-    stream = await session(key, victim, max_length=2048)
     frame, _ = step(key, victim, 1, 0, 1)
     frame.tensors[0].shape[:] = [1, 2048, victim.hidden]
     frame.tensors[0].nbytes = 4 * 2048 * victim.hidden
     data = frame.SerializeToString()
-    raw = stream._raw
-    try:
+    async with until_reset(session(key, victim, max_length=2048)) as stream:
+        raw = stream._raw
         await raw.write(varint(len(data)) + data)
         for _ in range(60):
             await raw.write(bytes(32 << 10))
             await trio.sleep(0.1)
         await trio.sleep(5.0)
-    finally:
-        await stream.reset()
 
 
 async def wrong_steps(key: Key, victim: Victim) -> None:
     """Steps out of order, of wrong shapes, or with no numbers."""
-    stream = await session(key, victim)
     frame, payload = step(key, victim, key.random.choice((1, 2, 2**60)), key.random.choice((0, 5, 2**31)))
     kind = key.random.randrange(4)
     if kind == 0:
@@ -156,46 +140,29 @@ async def wrong_steps(key: Key, victim: Victim) -> None:
         frame.tensors[0].dtype = "x" * 1000
     else:
         frame.step.previous_receipt = bytes(32)
-    try:
+    async with until_reset(session(key, victim)) as stream:
         await stream.send(frame, [payload], timeout=PATIENCE)
         await stream.receive(timeout=PATIENCE)
-    finally:
-        await stream.reset()
 
 
 async def wrong_pushes(key: Key, victim: Victim) -> None:
     """Pushes to sessions that are none, and of receipts that nobody signed."""
-    stream = await key.messages(victim, PUSH, wire.PushFrame)
     frame, payload = step(key, victim, 1, 0, 16)
     push = wire.Push(client=peer_id_to_bytes(key.identity.peer_id), nonce=os.urandom(16), step=frame.step)
     push.receipt.nonce = push.nonce
-    try:
+    async with until_reset(key.messages(victim, PUSH, wire.PushFrame)) as stream:
         for _ in range(20):
             await stream.send(wire.PushFrame(push=push, tensors=frame.tensors), [payload], timeout=PATIENCE)
-    finally:
-        await stream.reset()
 
 
 async def _batches(protocol: str, key: Key, victim: Victim) -> None:
-    start, end = victim.served.get("blocks", (0, 1))
-    stream = await key.messages(victim, protocol, wire.BatchFrame)
-    opened = wire.BatchOpen(
-        protocol_version=1,
-        model_version=bytes.fromhex(victim.served.get("model_version", "11" * 32)),
-        span=wire.Span(start=start, end=end),
-        codec="none",
-        activation_dtype="float32",
-        nonce=os.urandom(16),
-    )
-    try:
+    opened = messages.batch_opening(**_served(victim))
+    async with until_reset(key.messages(victim, protocol, wire.BatchFrame)) as stream:
         await stream.send(wire.BatchFrame(open=opened), timeout=PATIENCE)
         frame, _ = await stream.receive(timeout=PATIENCE)
         if not frame.HasField("granted"):
             raise PeerError("refused", victim.peer_id)
-        tokens = 256
-        tensor = wire.Tensor(
-            shape=[1, tokens, victim.hidden], dtype="float32", codec="none", nbytes=4 * tokens * victim.hidden
-        )
+        tensor = messages.tensor(1, 256, victim.hidden)
         tensors = [tensor] if protocol == FORWARD else [tensor, tensor]
         await stream.send(wire.BatchFrame(work=wire.BatchRequest(sequence=1, tensors=tensors)), timeout=PATIENCE)
         for _ in range(len(tensors)):
@@ -205,8 +172,6 @@ async def _batches(protocol: str, key: Key, victim: Victim) -> None:
                 piece = wire.BatchFrame(piece=wire.Piece(), tensors=[wire.Tensor(nbytes=len(part))])
                 await stream.send(piece, [part], timeout=PATIENCE)
         await stream.receive(timeout=PATIENCE)
-    finally:
-        await stream.reset()
 
 
 forward_batches = partial(_batches, FORWARD)
@@ -216,9 +181,7 @@ backward_batches = partial(_batches, BACKWARD)
 async def adapters(key: Key, victim: Victim) -> None:
     """Adapters that are announced, begun and never ended."""
     start, end = victim.served.get("blocks", (0, 1))
-    stream = await key.messages(victim, ADAPTER, wire.BatchFrame)
     weight = f"model.layers.{start}.self_attn.q_proj.weight"
-    shape = [victim.hidden, victim.hidden]
     adapter = wire.Adapter(
         protocol_version=1,
         model_version=bytes.fromhex(victim.served.get("model_version", "11" * 32)),
@@ -226,14 +189,12 @@ async def adapters(key: Key, victim: Victim) -> None:
         hash=key.random.randbytes(32),
         blocks=[wire.AdapterBlock(block=start, hash=key.random.randbytes(32))],
         names=[weight],
-        tensors=[wire.Tensor(shape=shape, dtype="float32", codec="none", nbytes=4 * victim.hidden**2)],
+        tensors=[messages.tensor(victim.hidden, victim.hidden)],
     )
-    try:
+    async with until_reset(key.messages(victim, ADAPTER, wire.BatchFrame)) as stream:
         await stream.send(wire.BatchFrame(adapter=adapter), timeout=PATIENCE)
         await stream.receive(timeout=PATIENCE)
         piece = wire.BatchFrame(piece=wire.Piece(), tensors=[wire.Tensor(nbytes=1000)])
         for _ in range(20):
             await stream.send(piece, [bytes(1000)], timeout=PATIENCE)
             await trio.sleep(0.5)
-    finally:
-        await stream.reset()

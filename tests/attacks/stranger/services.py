@@ -23,7 +23,7 @@ from petalnode.protocols.circuit import HOP
 from petalnode.protocols.ids import CREDITS, EVIDENCE, RECEIPTS, TRANSFER, WEIGHTS
 from petalnode.protocols.nat_traversal import AUTONAT, DIAL_BACK, DIAL_REQUEST, PUNCH
 
-from .keys import PATIENCE, Key, Victim, delimited
+from .keys import PATIENCE, Key, Victim, delimited, until_reset
 
 IDENTIFY_PUSH: Final = "/ipfs/id/push/1.0.0"
 PING: Final = "/ipfs/ping/1.0.0"
@@ -32,13 +32,10 @@ ADDRS: Final = [Multiaddr(f"/ip4/203.0.113.{n}/tcp/{1000 + n}").to_bytes() for n
 
 async def _say(key: Key, victim: Victim, protocol: str, data: bytes) -> None:
     """Says something on a stream of its own and waits for a word."""
-    stream = await key.open(victim, protocol)
-    try:
+    async with until_reset(key.open(victim, protocol)) as stream:
         with trio.move_on_after(2.0):
             await stream.write(data)
             await stream.read(1 << 16)
-    finally:
-        await stream.reset()
 
 
 async def reservations(key: Key, victim: Victim) -> None:
@@ -85,13 +82,10 @@ async def identify_pushes(key: Key, victim: Victim) -> None:
 
 async def pings(key: Key, victim: Victim) -> None:
     """Pings whose answers are not read."""
-    stream = await key.open(victim, PING)
-    try:
+    async with until_reset(key.open(victim, PING)) as stream:
         with trio.move_on_after(5.0):
             while True:
                 await stream.write(bytes(32 << 10))
-    finally:
-        await stream.reset()
 
 
 # --- gossip
@@ -109,22 +103,18 @@ def gossiped(seed: bytes, number: int, data: bytes) -> rpc_pb2.Message:
 
 async def gossip_flood(key: Key, victim: Victim) -> None:
     """Notices of evidence that is nowhere, of a maker each, as fast as they can be signed."""
-    stream = await key.open(victim, GOSSIP_PROTOCOLS[0])
     subscribe = rpc_pb2.RPC(subscriptions=[rpc_pb2.RPC.SubOpts(subscribe=True, topicid=TOPIC)])
-    try:
+    async with until_reset(key.open(victim, GOSSIP_PROTOCOLS[0])) as stream:
         await stream.write(delimited(subscribe))
         for number in range(1000):
             accused = Identity.from_seed(key.random.randbytes(32)).peer_id
             notice = EvidenceMessage(key.random.randbytes(32), accused, round(time.time() * 1000)).to_bytes()
             await stream.write(delimited(rpc_pb2.RPC(publish=[gossiped(key.random.randbytes(32), number, notice)])))
             await trio.lowlevel.checkpoint()
-    finally:
-        await stream.reset()
 
 
 async def large_gossip(key: Key, victim: Victim) -> None:
     """Messages as long as may be, with no sense in them, and words about thousands that were never seen."""
-    stream = await key.open(victim, GOSSIP_PROTOCOLS[0])
     names = [key.random.randbytes(40) for _ in range(1000)]
     control = rpc_pb2.ControlMessage(
         ihave=[rpc_pb2.ControlIHave(topicID=TOPIC, messageIDs=names)],
@@ -132,7 +122,7 @@ async def large_gossip(key: Key, victim: Victim) -> None:
         graft=[rpc_pb2.ControlGraft(topicID=TOPIC)] * 100,
         idontwant=[rpc_pb2.ControlIDontWant(messageIDs=names)],
     )
-    try:
+    async with until_reset(key.open(victim, GOSSIP_PROTOCOLS[0])) as stream:
         await stream.write(delimited(rpc_pb2.RPC(subscriptions=[rpc_pb2.RPC.SubOpts(subscribe=True, topicid=TOPIC)])))
         for number in range(200):
             data = wire.EvidenceNotice(
@@ -140,18 +130,13 @@ async def large_gossip(key: Key, victim: Victim) -> None:
             ).SerializeToString()
             await stream.write(delimited(rpc_pb2.RPC(publish=[gossiped(key.random.randbytes(32), number, data)])))
             await stream.write(delimited(rpc_pb2.RPC(control=control)))
-    finally:
-        await stream.reset()
 
 
 async def evidence_fetches(key: Key, victim: Victim) -> None:
     """Questions for evidence that is not there."""
-    stream = await key.messages(victim, EVIDENCE, wire.EvidenceFrame)
-    try:
+    async with until_reset(key.messages(victim, EVIDENCE, wire.EvidenceFrame)) as stream:
         for _ in range(20):
             await stream.send(wire.EvidenceFrame(fetch=wire.Fetch(id=key.random.randbytes(32))), timeout=PATIENCE)
-    finally:
-        await stream.reset()
 
 
 async def receipts_and_orders(key: Key, victim: Victim) -> None:
@@ -167,20 +152,16 @@ async def receipts_and_orders(key: Key, victim: Victim) -> None:
 
 async def transfers(key: Key, victim: Victim) -> None:
     """The test of a line, for as many bytes as it gives, unread."""
-    stream = await key.messages(victim, TRANSFER, wire.TransferFrame)
-    try:
+    async with until_reset(key.messages(victim, TRANSFER, wire.TransferFrame)) as stream:
         frame = wire.TransferFrame(wanted=1 << 20, tensors=[wire.Tensor(nbytes=1 << 20)])
         for _ in range(20):
             await stream.send(frame, [bytes(1 << 20)], timeout=PATIENCE)
-    finally:
-        await stream.reset()
 
 
 async def weights(key: Key, victim: Victim) -> None:
     """Offers, trees and pieces of the weights again and again, unread."""
     version = bytes.fromhex(victim.served.get("model_version", "11" * 32))
-    stream = await key.messages(victim, WEIGHTS, wire.WeightsFrame)
-    try:
+    async with until_reset(key.messages(victim, WEIGHTS, wire.WeightsFrame)) as stream:
         for number in range(300):
             query, tree = (
                 wire.WeightsQuery(model_version=version),
@@ -194,5 +175,3 @@ async def weights(key: Key, victim: Victim) -> None:
             ):
                 await stream.send(frame, timeout=PATIENCE)
         await trio.sleep(1.0)
-    finally:
-        await stream.reset()

@@ -28,7 +28,7 @@ from petalnode.protocols.framing import MessageStream, PeerError
 from petalnode.protocols.ids import DIRECTORY, MANIFEST, Span, directory_key
 
 from .connections import silent_streams
-from .keys import PATIENCE, Key, Victim, delimited
+from .keys import PATIENCE, Key, Victim, delimited, until_reset
 
 KAD: Final = "/ipfs/kad/1.0.0"
 PADDING: Final = 900 << 10
@@ -50,8 +50,7 @@ async def put_padded_values(key: Key, victim: Victim) -> None:
 
 async def put_many_values(key: Key, victim: Victim) -> None:
     """Small records of ever new public keys, on a stream each, as fast as they are taken."""
-    stream = await key.open(victim, KAD)
-    try:
+    async with until_reset(key.open(victim, KAD)) as stream:
         for _ in range(AT_ONCE):
             pair = create_new_key_pair(key.random.randbytes(32))
             record = Record(
@@ -61,8 +60,6 @@ async def put_many_values(key: Key, victim: Victim) -> None:
             await stream.write(delimited(Message(type=Message.PUT_VALUE, key=record.key, record=record)))
             with trio.move_on_after(1.0):
                 await stream.read(1 << 16)
-    finally:
-        await stream.reset()
 
 
 async def put_announcements(key: Key, victim: Victim) -> None:
@@ -76,13 +73,10 @@ async def put_announcements(key: Key, victim: Victim) -> None:
 async def find_nodes(key: Key, victim: Victim) -> None:
     """A thousand questions in one piece, whose answers are not read."""
     question = delimited(Message(type=Message.FIND_NODE, key=key.random.randbytes(38)))
-    stream = await key.open(victim, KAD)
-    try:
+    async with until_reset(key.open(victim, KAD)) as stream:
         with trio.move_on_after(5.0):
             while True:
                 await stream.write(question * AT_ONCE)
-    finally:
-        await stream.reset()
 
 
 async def get_values(key: Key, victim: Victim) -> None:
@@ -110,13 +104,10 @@ async def provider_records(key: Key, victim: Victim) -> None:
 
 
 async def _ask(key: Key, victim: Victim, data: bytes) -> None:
-    stream = await key.open(victim, KAD)
-    try:
+    async with until_reset(key.open(victim, KAD)) as stream:
         with trio.move_on_after(PATIENCE):
             await stream.write(data)
             await stream.read(1 << 16)
-    finally:
-        await stream.reset()
 
 
 # --- the directory
@@ -148,14 +139,11 @@ def announced(server: Identity, victim: Victim, key: Key) -> SignedAnnouncement:
 
 async def announcements(key: Key, victim: Victim) -> None:
     """Announcements of ever new servers."""
-    stream = await key.messages(victim, DIRECTORY, wire.DirectoryFrame)
-    try:
+    async with until_reset(key.messages(victim, DIRECTORY, wire.DirectoryFrame)) as stream:
         for _ in range(100):
             record = announced(Identity.from_seed(key.random.randbytes(32)), victim, key)
             await stream.send(wire.DirectoryFrame(publish=record.to_wire()), timeout=PATIENCE)
             await stream.receive(timeout=PATIENCE)
-    finally:
-        await stream.reset()
 
 
 async def false_directory(key: Key, victim: Victim) -> None:
@@ -190,24 +178,18 @@ async def directory_questions(key: Key, victim: Victim) -> None:
         wire.DirectoryFrame(ping=wire.Ping(payload=bytes(32))),
         wire.DirectoryFrame(node_query=wire.NodeQuery()),
     )
-    stream = await key.messages(victim, DIRECTORY, wire.DirectoryFrame)
-    try:
+    async with until_reset(key.messages(victim, DIRECTORY, wire.DirectoryFrame)) as stream:
         for _ in range(250):
             for frame in frames:
                 await stream.send(frame, timeout=PATIENCE)
         await trio.sleep(1.0)
-    finally:
-        await stream.reset()
 
 
 async def manifest_questions(key: Key, victim: Victim) -> None:
     """The manifest again and again, unread."""
     version = bytes.fromhex(victim.served.get("model_version", "11" * 32))
-    stream = await key.messages(victim, MANIFEST, wire.ManifestFrame)
-    try:
+    async with until_reset(key.messages(victim, MANIFEST, wire.ManifestFrame)) as stream:
         for _ in range(1000):
             query = wire.ManifestQuery(model_version=version)
             await stream.send(wire.ManifestFrame(query=query), timeout=PATIENCE)
         await trio.sleep(1.0)
-    finally:
-        await stream.reset()
