@@ -190,6 +190,21 @@ def test_an_answer_is_the_same_on_one_thread(
         server.kill()
 
 
+def test_drafts_leave_the_trio_thread_to_messages(
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As prompts and rows do, where single steps are computed on it."""
+
+    async def own_thread() -> int:
+        return threading.get_ident()
+
+    monkeypatch.setattr(OuterLayers, "_seconds", lambda layers, hidden: 0.0)
+    noting, chain = Noting(), Chain(swarm, folder)
+    _, counts = chain.answer(GREEDY, drafts=True, constraint=noting)
+    elsewhere = sum(thread != swarm.call(own_thread) for thread in noting.threads)
+    assert counts.accepted and counts.accepted <= elsewhere
+
+
 class NeverLess:
     """A constraint that is computed ahead: a token is at least the one before, and 6 follows 5."""
 

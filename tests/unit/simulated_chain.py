@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -172,9 +171,6 @@ def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         return function(*arguments)
 
     monkeypatch.setattr("petalnode.node.client.generation.speculation.trio.to_thread.run_sync", direct)
-    monkeypatch.setattr(
-        "petalnode.node.client.generation.speculation.time", SimpleNamespace(perf_counter=trio.current_time)
-    )
 
 
 @dataclass(frozen=True)
@@ -182,12 +178,15 @@ class SimulatedText:
     text: Sequence[int]
     chain: SimulatedChain
 
-    async def embed(self, tokens: list[int], position: int) -> WireTensor:
+    async def embed(self, tokens: list[int], position: int, steps: int = 0) -> list[WireTensor]:
         assert tokens and position + len(tokens) < len(self.text)
-        return cast(WireTensor, Tokens(len(tokens)))
+        return [cast(WireTensor, Tokens(len(tokens)))]
 
-    def logits(self, hidden: WireTensor) -> torch.Tensor:
-        return cast(torch.Tensor, [0] * cast(Tokens, hidden).tokens)
+    async def first(
+        self, answer: Answering, hidden: list[WireTensor], count: int, steps: int = 0
+    ) -> tuple[float, int, torch.Tensor]:
+        await trio.lowlevel.checkpoint()
+        return 0.0, *answer.first(cast(torch.Tensor, [0] * count))
 
     def compute_seconds(self) -> Sequence[float]:
         return self.chain.compute

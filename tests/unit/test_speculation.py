@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from petalnode.node.client.api.row_drafts import ROWS, draft_apart
+from petalnode.node.client.generation.decoding import is_inline
 from petalnode.node.client.generation.draft_model import Draft
 from petalnode.node.client.generation.drafting import BY_MODEL, DraftCounts, DraftPlan, PipelineSpeed
 from tests.unit.simulated_chain import (
@@ -31,6 +32,13 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WIDE = Line(0.05, 3, 0.008, 0.001)
+
+
+def test_only_a_lone_short_token_is_inline() -> None:
+    assert is_inline(1, short=True, beside=0)
+    assert not is_inline(1, short=False, beside=0)
+    assert not is_inline(2, short=True, beside=0)  # a prompt, a draft, or rows
+    assert not is_inline(1, short=True, beside=1)
 
 
 @pytest.mark.parametrize("servers", [2, 4])

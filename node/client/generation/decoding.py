@@ -1,15 +1,18 @@
 """The loop over tokens of one answer: chat, the HTTP APIs, `generate` and probes have this one.
 
 Rows of a batch that share a session go on together. A token is a tuple of theirs, and one message a step carries all. A
-sampler chooses each token (`TokenSampler`); transformers' processors and criteria are one implementation of it. A token
-is embedded and chosen on the trio thread where that is short, and in a worker thread otherwise.
+sampler chooses each token (`TokenSampler`); transformers' processors and criteria are one implementation of it. Which
+thread embeds and chooses the tokens, `is_inline` decides: for prompts, single steps, rows and drafts.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar, TypeVarTuple
 
 import torch
 import trio
@@ -25,8 +28,27 @@ from ..session.prefixes import common_prefix
 from ..session.session import ClientSession
 from ..session.stream import SessionSpec
 from .drafting import Draft
-from .sampling import Token
+from .sampling import Token, TokenSampler
 from .speculation import Answering, Drafter
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
+
+
+def is_inline(tokens: int, *, short: bool, beside: int) -> bool:
+    """Whether the trio thread computes the client's part of a step itself, without the two wakings of a worker thread.
+
+    Args:
+        tokens: how many are embedded or chosen, in all rows together.
+        short: for one token, a worker thread would not be quicker.
+        beside: other answers and other steps that are under way. The trio thread has to send and receive for them.
+    """
+    return short and tokens == 1 and beside == 0
+
+
+async def computed(inline: bool, function: Callable[[*Args], T], *args: *Args) -> T:
+    """What `function` returns, called here where `inline`, else in a worker thread."""
+    return function(*args) if inline else await trio.to_thread.run_sync(function, *args)
 
 
 @dataclass(frozen=True)
@@ -50,8 +72,8 @@ class Embedding:
 
     @property
     def is_short(self) -> bool:
-        """Whether one token takes less than waking another thread twice."""
-        return self.model.is_short and not isinstance(self.prompt, SoftPrompt) and self.rows == 1
+        """Whether one token takes so little that a worker thread would not be quicker."""
+        return self.model.is_short and not isinstance(self.prompt, SoftPrompt)
 
     def chunks(self, tokens: list[Token], position: int, session: Session | SessionSpec) -> list[WireTensor]:
         """The hidden states of `tokens`, which stand behind `position` others, as the session sends them."""
@@ -86,23 +108,6 @@ class _Early:
     follows: WireTensor
     token: Token
     seconds: float
-
-
-@dataclass(frozen=True)
-class _Drafted:
-    """A text whose drafts are checked in `session`."""
-
-    embedding: Embedding
-    session: ClientSession
-
-    async def embed(self, tokens: list[int], position: int) -> WireTensor:
-        return (await trio.to_thread.run_sync(self.embedding.chunks, tokens, position, self.session))[0]
-
-    def logits(self, hidden: WireTensor) -> torch.Tensor:
-        return self.embedding.model.head(from_chunks([hidden]))[0]
-
-    def compute_seconds(self) -> list[float]:
-        return [timing.compute for timing in self.session.timings]
 
 
 @dataclass(eq=False)
@@ -159,7 +164,7 @@ class Decoding:
             if await self._check_side_by_side(drafter, answer, draft):
                 return
         begun, sent = trio.current_time(), [*tokens, *draft.tokens]
-        quick = not draft.tokens and self._is_quick
+        quick = self._is_inline(1 + len(draft.tokens))
         chunks = await self._unsent(sent, 1 + len(draft.tokens))
         early: _Early | None = None
         if isinstance(self.session, ClientSession) and len(chunks) == 1:
@@ -180,10 +185,10 @@ class Decoding:
             sampler.accept(early.token)
             answer.take(early.token)
         elif draft.tokens:
-            token, rows = await trio.to_thread.run_sync(self._first, answer, hidden, 1 + len(draft.tokens))
+            _, token, rows = await self.first(answer, hidden, 1 + len(draft.tokens))
             await answer.check(token, rows, draft.tokens)
         else:
-            token, self._embedded = await trio.to_thread.run_sync(self._choose, answer, hidden)
+            token, self._embedded = await computed(self._is_inline(1, sampler), self._choose, answer, hidden)
             answer.take(token)
         if drafter is not None and not answer.is_over:
             now = trio.current_time()
@@ -202,15 +207,15 @@ class Decoding:
             return False
         made = len(tokens)
         try:
-            await drafter.check(answer, draft, session, _Drafted(self.embedding, session))
+            await drafter.check(answer, draft, session, self)
         finally:
             self.held = tokens[: min(session.position, len(tokens) - 1)]  # behind the last one, drafts may be held
         return len(tokens) > made
 
-    @property
-    def _is_quick(self) -> bool:
-        """Whether one token is embedded and chosen on the trio thread: nobody else's answer waits for it."""
-        return self.embedding.is_short and len(self.answering) == 1
+    def _is_inline(self, tokens: int, sampler: TokenSampler | None = None, steps: int = 0) -> bool:
+        """As `is_inline`, for `tokens` of each row that `sampler` chooses, if any; `steps`: of this text, under way."""
+        short = self.embedding.is_short and (sampler is None or sampler.is_ready)
+        return is_inline(tokens * self.embedding.rows, short=short, beside=len(self.answering - {self}) + steps)
 
     async def advance(self, tokens: list[Token], outputs: int) -> list[WireTensor]:
         """Brings the session to hold all of `tokens`; returns chunks that end in the outputs of the last `outputs`."""
@@ -224,7 +229,7 @@ class Decoding:
         start = start if start >= self.least else 0
         session.position = start
         del self.held[start:]
-        return await self._chunks(tokens[start:], start)
+        return await self.embed(tokens[start:], start)
 
     async def _step(self, tokens: list[Token], chunks: list[WireTensor], outputs: int) -> list[WireTensor]:
         """Sends what makes the session hold `tokens`."""
@@ -256,17 +261,28 @@ class Decoding:
             return None
         return _Early(hidden, token, trio.current_time() - begun)
 
-    async def _chunks(self, tokens: list[Token], position: int) -> list[WireTensor]:
+    async def embed(self, tokens: list[Token], position: int, steps: int = 0) -> list[WireTensor]:
+        """As `DraftedText.embed`."""
         ready, self._embedded = self._embedded, None
         if ready is not None and (ready.position, [ready.token]) == (position, tokens):
             return ready.chunks
-        if len(tokens) == 1 and self._is_quick:
-            return self.embedding.chunks(tokens, position, self.session)
-        return await trio.to_thread.run_sync(self.embedding.chunks, tokens, position, self.session)
+        inline = self._is_inline(len(tokens), steps=steps)
+        return await computed(inline, self.embedding.chunks, tokens, position, self.session)
 
-    def _first(self, answer: Answering, hidden: list[WireTensor], count: int) -> tuple[int, torch.Tensor]:
-        """Of the last `count` tokens, as `Answering.first` has it."""
-        return answer.first(self.embedding.model.head(from_chunks(hidden)[:, -count:])[0])
+    async def first(
+        self, answer: Answering, hidden: list[WireTensor], count: int, steps: int = 0
+    ) -> tuple[float, int, torch.Tensor]:
+        """As `DraftedText.first`."""
+        return await computed(self._is_inline(count, answer.sampler, steps), self._first, answer, hidden, count)
+
+    def _first(self, answer: Answering, hidden: list[WireTensor], count: int) -> tuple[float, int, torch.Tensor]:
+        begun = time.perf_counter()
+        logits = self.embedding.model.head(from_chunks(hidden)[:, -count:])[0]
+        return time.perf_counter() - begun, *answer.first(logits)
+
+    def compute_seconds(self) -> Sequence[float]:
+        """As `DraftedText.compute_seconds`."""
+        return [timing.compute for timing in self.session.timings] if isinstance(self.session, ClientSession) else []
 
     def _choose(self, answer: Answering, hidden: list[WireTensor]) -> tuple[Token, _Embedded | None]:
         """The next token, made ready to be sent as well, which saves another way to a worker thread and back."""

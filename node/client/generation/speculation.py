@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -79,6 +78,7 @@ class Answering:
             self.take(token)
             if row is None or token != guess or self.is_over:
                 break
+            # Of several tokens: not in the trio thread, as `is_inline` has it.
             token = await trio.to_thread.run_sync(self.sampler.next, self.tokens, row)
         return chosen
 
@@ -94,12 +94,16 @@ class _SentStep:
 
 
 class DraftedText(Protocol):
-    """A text in a session whose drafts are checked: what is computed here, and what the servers took."""
+    """A text in a session whose drafts are checked: what is computed here while `steps` others are under way, and how
+    long the servers took."""
 
-    async def embed(self, tokens: list[int], position: int) -> WireTensor: ...
+    async def embed(self, tokens: list[int], position: int, steps: int = 0) -> list[WireTensor]:
+        """Tokens that stand behind `position` others, as the session sends them."""
 
-    def logits(self, hidden: WireTensor) -> torch.Tensor:
-        """[tokens, vocabulary]. For any thread."""
+    async def first(
+        self, answer: Answering, hidden: list[WireTensor], count: int, steps: int = 0
+    ) -> tuple[float, int, torch.Tensor]:
+        """Seconds for the logits of the last `count` tokens, and what `Answering.first` makes of them."""
 
     def compute_seconds(self) -> Sequence[float]:
         """Of the last step, of each server."""
@@ -216,7 +220,8 @@ class Speculation:
         asked = _SentStep(start, end, trio.current_time(), not self._asked)
         self._sent = end
         self._asked.append(asked)
-        if not await self.pipeline.ask(await self.text.embed(self.line[start:end], start), start):
+        (chunk,) = await self.text.embed(self.line[start:end], start, len(self._asked) - 1)
+        if not await self.pipeline.ask(chunk, start):
             self._asked.pop()
             return False
         drafted = end - max(start, len(self.answer.tokens))
@@ -224,25 +229,19 @@ class Speculation:
             self.plan.counts = self.plan.counts.plus(drafted=drafted, steps=1)
         return True
 
-    def _first(self, hidden: WireTensor) -> tuple[float, int, torch.Tensor]:
-        """Seconds for the logits, and what `Answering.first` makes of them; in another thread."""
-        begun = time.perf_counter()
-        logits = self.text.logits(hidden)
-        return time.perf_counter() - begun, *self.answer.first(logits)
-
     async def _check(self, asked: _SentStep, hidden: WireTensor) -> None:
         """Takes the tokens that follow from an answer; behind a wrong one, nothing that is under way is wanted."""
         answer, now, made = self.answer, trio.current_time(), len(self.answer.tokens)
         guesses = self.line[asked.start + 1 : asked.end]
-        computed, token, rows = await trio.to_thread.run_sync(self._first, hidden)
+        head, token, rows = await self.text.first(answer, [hidden], asked.end - asked.start, len(self._asked))
         chosen = await answer.check(token, rows, guesses)
         if self.model is not None:
             self.model.note(self.line[: asked.end], [hidden])
         stages, speed = self.text.compute_seconds(), self.plan.speed
         if speed is not None and stages:
-            speed.note_work(asked.end - asked.start, stages, computed)
+            speed.note_work(asked.end - asked.start, stages, head)
             if asked.alone:
-                speed.note_alone(asked.end - asked.start, now - asked.sent + computed)
+                speed.note_alone(asked.end - asked.start, now - asked.sent + head)
             gained = (len(answer.tokens) - made) * speed.alone - (trio.current_time() - self._checked)
             self.plan.counts = self.plan.counts.plus(gained=gained)
             # What is beyond the work for the drafted tokens is of the network, or of somebody else's.
@@ -394,7 +393,7 @@ class Drafter:
             SwarmError: servers failed, and no others hold their blocks.
         """
         session.position = len(answer.tokens) - 1
-        last = await text.embed(answer.tokens[-1:], session.position)
+        (last,) = await text.embed(answer.tokens[-1:], session.position)
         async with session.pipeline() as pipeline:
             checking = Speculation(
                 answer,
