@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -247,29 +247,15 @@ async def answer_manifests(
 # --- transfer speed
 
 
-async def answer_transfer(
-    stream: TransferStream,
-    turn: Callable[[str], contextlib.AbstractAsyncContextManager[None]] = lambda peer_id: contextlib.nullcontext(),
-    *,
-    timeout: float,
-) -> None:
-    """Sends as many bytes as asked for, `DIRECTORY_LIMITS.transfer_rounds` times at most. Raises PeerError if the
-    peer is gone.
-
-    Takes a `turn` for each round, and not before the peer has asked.
-    """
-    for _ in range(DIRECTORY_LIMITS.transfer_rounds):
-        await stream.wait_begun(timeout=timeout)
-        async with turn(stream.peer_id):
-            frame, _payloads = await stream.receive(timeout=timeout)
-            stream.widen(
-                2 * DIRECTORY_LIMITS.transfer_bytes
-            )  # or the line would wait for the window, and that be measured
-            wanted = frame.wanted
-            if wanted > DIRECTORY_LIMITS.transfer_bytes:
-                raise ProtocolError(f"{stream.peer_id} wants {wanted} bytes at once", stream.peer_id)
-            reply = wire.TransferFrame(tensors=[wire.Tensor(nbytes=wanted)])
-            await stream.send(reply, [bytes(wanted)], timeout=timeout)
+async def answer_transfer(stream: TransferStream, *, timeout: float) -> None:
+    """Sends as many bytes as asked for, once. Raises PeerError if the peer is gone, or asks for too many."""
+    frame, _payloads = await stream.receive(timeout=timeout)
+    # Or the line would wait for the window, and that be measured.
+    stream.widen(2 * DIRECTORY_LIMITS.transfer_bytes)
+    wanted = frame.wanted
+    if wanted > DIRECTORY_LIMITS.transfer_bytes:
+        raise ProtocolError(f"{stream.peer_id} wants {wanted} bytes at once", stream.peer_id)
+    await stream.send(wire.TransferFrame(tensors=[wire.Tensor(nbytes=wanted)]), [bytes(wanted)], timeout=timeout)
 
 
 async def measure_transfer(stream: TransferStream, *, timeout: float) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+from ..network.shares import decayed
 from .request import MAX_FAILURES
 
 
@@ -41,7 +42,7 @@ class ServerLosses:
     admitted: float = 0.0
 
     def at(self, now: float) -> ServerLosses:
-        left = 0.5 ** (max(0.0, now - self.updated) / LOSSES.half_life)
+        left = decayed(1.0, now - self.updated, LOSSES.half_life)
         return ServerLosses(max(now, self.updated), self.count * left, self.admitted * left)
 
     @property

@@ -75,7 +75,7 @@ _DEGREE, _DEGREE_LOW, _DEGREE_HIGH = 6, 4, 12
 _MAX_LARGE, _LARGE = 64, 4096  # messages that are read side by side, from this number of bytes on
 
 Accept = Callable[[str, str, bytes], bool]
-"""(who made it, who handed it on, data) -> whether it is acted on."""
+"""(who made it, who handed it on, data) -> whether it was acted on."""
 Forward = Callable[[str, str], bool]
 """(who made it, who handed it on) -> whether it is passed on as well."""
 
@@ -284,19 +284,13 @@ class Gossip:
 
 @contextlib.asynccontextmanager
 async def open_gossip(
-    host: Host,
-    topic: str,
-    *,
-    max_bytes: int,
-    accept: Accept,
-    forwards: Forward,
-    deliver: Callable[[str, bytes], None],
+    host: Host, topic: str, *, max_bytes: int, accept: Accept, forwards: Forward
 ) -> AsyncIterator[Gossip]:
     """Takes part in `topic` for the length of the block.
 
-    `accept` and `forwards` must be quick and not raise; `deliver(who made it, data)` gets what was accepted, but for
-    what this node published itself. A message that was accepted and not passed on is accepted no second time. It is
-    passed on if another neighbour that hands it on may have that.
+    `accept` and `forwards` must be quick and not raise; they get no messages that this node published itself. A message
+    that was accepted and not passed on is accepted no second time. It is passed on if another neighbour that hands it
+    on may have that.
     """
     router = _GossipRouter(topic)
     pubsub = _Pubsub(host, router)
@@ -314,7 +308,6 @@ async def open_gossip(
                 taken[name] = None
                 while len(taken) > GOSSIP.max_taken:
                     taken.popitem(last=False)
-                deliver(maker, message.data)
             passes = forwards(maker, str(forwarder))
             if passes:
                 del taken[name]

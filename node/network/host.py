@@ -439,7 +439,7 @@ async def _serve(handler: ByteHandler, stream: NetStream) -> None:
 async def _guarded(serve_stream: StreamHandlerFn, stream: NetStream) -> None:
     """An error that reaches libp2p here, such as that of a peer's garbled negotiation, stops the whole host."""
     try:
-        await StreamBytes(stream).metered(functools.partial(serve_stream, stream))
+        await StreamBytes(stream).metered(serve_stream)
     except Exception as error:
         log.debug("a stream of %s failed: %r", stream.muxed_conn.peer_id, error)
         await stream.reset()

@@ -107,13 +107,13 @@ def _interfaces() -> list[str]:
 
 
 class _Radio:
-    """zeroconf, for worker threads: every method blocks. `on_name` is called in a thread of zeroconf's.
+    """zeroconf, for worker threads: every method blocks. What it hears goes to `names`.
 
     Raises:
         OSError: this machine lets nobody multicast.
     """
 
-    def __init__(self, interfaces: list[str], service: str, apart: bool, on_name: Callable[[str], None]) -> None:
+    def __init__(self, interfaces: list[str], service: str, apart: bool, names: _Names) -> None:
         # Takes a tenth of a second, which only those who need it shall pay, and not on trio's thread.
         from zeroconf import IPVersion, ServiceBrowser, ServiceStateChange, Zeroconf
 
@@ -126,7 +126,7 @@ class _Radio:
 
         def on_change(name: str, state_change: ServiceStateChange, **_: Any) -> None:
             if state_change is not ServiceStateChange.Removed:
-                on_name(name)
+                names.put(name)
 
         try:
             ServiceBrowser(self._zeroconf, service, handlers=[on_change])
@@ -219,7 +219,7 @@ async def _open(interfaces: list[str], service: str, apart: bool) -> AsyncIterat
     names = _Names()
     # Not left behind half open: it takes some ten milliseconds, and its threads would have no owner.
     with trio.CancelScope(shield=True):
-        radio = await trio.to_thread.run_sync(_Radio, interfaces, service, apart, names.put)
+        radio = await trio.to_thread.run_sync(_Radio, interfaces, service, apart, names)
     try:
         yield radio, names
     finally:

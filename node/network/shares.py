@@ -186,6 +186,24 @@ class AddressShares(Generic[_Key]):
             heapq.heapify(self._heap)
 
 
+# --- what is counted, and what is said
+
+
+def decayed(value: float, seconds: float, half_life: float) -> float:
+    """What is left of a count after `seconds`. A clock that went back forgets nothing."""
+    return value * 0.5 ** (max(0.0, seconds) / half_life)
+
+
+def middle(seen: Iterable[float], unknown: float = 0.0) -> float:
+    """The median, the lower one of two; `unknown` if nothing was seen.
+
+    Fewer than half of the values do not move it: those of strangers, who say what they like, or of moments in which
+    something else kept a machine busy. What one thing takes, as this node sees it, is an `Estimate` instead.
+    """
+    ordered = sorted(seen)
+    return ordered[(len(ordered) - 1) // 2] if ordered else unknown
+
+
 # --- rates
 
 

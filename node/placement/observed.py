@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -18,6 +17,7 @@ import numpy as np
 from ...protocols.announcement import Announcement, ServerState
 from ...protocols.announcement import is_overdue as is_overdue
 from ...protocols.ids import Span
+from ..network.shares import middle
 from ..swarm import cost
 from ..swarm.cost import Floats, steps_per_second
 from ..swarm.sample import PACE
@@ -196,15 +196,15 @@ def _believable(announcements: Sequence[Announcement], doubts: dict[str, str]) -
         for announcement in announcements
     }
     measured = [said[announcement.peer_id] for announcement in announcements if announcement.step_seconds]
-    middle = statistics.median_low(measured) if measured else 1.0
+    usual = middle(measured, 1.0)
     believed = {}
     for announcement in announcements:
         # A server without a measurement counts as the median.
-        speed = said[announcement.peer_id] if announcement.step_seconds else middle
-        most = OBSERVED.most_of_median * middle
+        speed = said[announcement.peer_id] if announcement.step_seconds else usual
+        most = OBSERVED.most_of_median * usual
         if speed > most:
             doubts[announcement.peer_id] = (
-                f"{announcement.peer_id} announces {speed:.0f} steps/s, {speed / middle:.0f} times the middle of the "
+                f"{announcement.peer_id} announces {speed:.0f} steps/s, {speed / usual:.0f} times the middle of the "
                 f"swarm: taken for {most:.0f}"
             )
         believed[announcement.peer_id] = float(f"{max(OBSERVED.least, min(speed, most)):.{OBSERVED.digits}g}")

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ..network.shares import decayed
 from .turns import CostFit, Shares, Waiting, pause
 
 
@@ -19,7 +20,7 @@ class BacklogPolicy:
 
     generating: float = 1.0  # Seconds since its last decode step for which a peer is taken to generate
     addresses: int = 1024  # Peers whose addresses are remembered
-    lately: float = 1.5  # Seconds of the mean by which an address is backlogged
+    lately: float = 1.04  # Seconds after which it counts half whether an address had work
     backlogged: float = 0.7
     """Part of them for which it had work here: who has one session spends more time elsewhere. It takes 1.8 s."""
     contended: float = 1.25
@@ -109,7 +110,7 @@ class _Backlogs:
 
     def note(self, addresses: Collection[str], now: float) -> None:
         """From `now` on, these have work."""
-        left = math.exp((self._since - now) / BACKLOG.lately)
+        left = decayed(1.0, now - self._since, BACKLOG.lately)
         parts = {address: left * part for address, part in self._parts.items()}
         for address in self._there:
             parts[address] = parts.get(address, 0.0) + 1.0 - left

@@ -20,12 +20,12 @@ number of identities he wastes at most that part of what he could use by asking 
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from ..network.shares import middle
 from ..swarm.cost import Estimate, EstimateRule
 from .turns import Shares, Turn, Waiting, most_rows
 
@@ -208,7 +208,7 @@ class Gathering:
         self, waiting: Sequence[Waiting], sessions: Sequence[Hashable], turn: Turn, shares: Shares, now: float
     ) -> float:
         """As `gathering_time` has it, for the waiting steps of `sessions`; 0 has the turn begin."""
-        usual = [known.away.value for key in sessions if (known := self._sessions.get(key)) and known.away.count]
+        usual = (known.away.value for key in sessions if (known := self._sessions.get(key)) and known.away.count)
         away = [
             known
             for known in self._sessions.values()
@@ -221,7 +221,7 @@ class Gathering:
             [known.returning(now) for known in awaited],
             shares,
             now - self._ended,
-            statistics.median(usual) if usual else 0.0,
+            middle(usual),
         )
         if wait.seconds > 0:
             since = self._wait[0] if self._wait is not None else now

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+import trio
+
 from ...protocols.ids import Span
 
 SECONDS: Final = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -16,6 +18,21 @@ ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 State = Literal["loading", "online", "draining", "paused"]
 STATES: Final[tuple[State, ...]] = ("loading", "online", "draining", "paused")
+
+
+class ChangeSignal:
+    """Says to the one task that waits that something has changed."""
+
+    def __init__(self) -> None:
+        self._event = trio.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Returns when it was set since the last time."""
+        await self._event.wait()
+        self._event = trio.Event()
 
 
 class Distribution:

@@ -110,7 +110,7 @@ class DirectoryAnswers:
                 max_bytes=min(
                     query.max_bytes or protocol.DIRECTORY_LIMITS.max_page, protocol.DIRECTORY_LIMITS.max_page
                 ),
-                is_unreached=self._directory.is_unreached,
+                unreached=set(filter(self._directory.is_unreached, view.records)),
             )
             # Of two that ask each other, at least one knows what the other has announced last.
             if own is not None and own not in records and query.model_version in (b"", own.content.model_version):

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
@@ -31,7 +30,8 @@ from ...protocols.announcement import (
 )
 from ...protocols.directory import DIRECTORY_LIMITS, size_in_page
 from ...protocols.framing import PeerError
-from .view import Origin, SwarmView, coverage_of, nobody
+from ..network.shares import middle
+from .view import Origin, SwarmView, coverage_of
 
 
 @dataclass(frozen=True)
@@ -127,15 +127,14 @@ def sampled(
     rng: random.Random | None = None,
     *,
     max_bytes: int = DIRECTORY_LIMITS.max_page,
-    is_unreached: Callable[[str], bool] = nobody,
+    unreached: Container[str] = (),
 ) -> list[SignedAnnouncement]:
     """At most `limit` of `records`, of `max_bytes` together, in no order: all of them if they are not more.
 
     First one for each block of each model that anybody online has, then a second one, and so on. Whose turn it is goes
     around the sources (where a server announced itself, else who passed its announcement on). All keys of one address
     are chosen as often as one server with an address of its own. Some servers' next announcements are overdue, or they
-    are known to be `is_unreached` (of a peer id). They come only for blocks that few others have. `now` in seconds
-    since 1970.
+    are among the `unreached` (peer ids). They come only for blocks that few others have. `now` in seconds since 1970.
     """
     records, rng = list(records), rng or random.Random()
     if len(records) <= limit:
@@ -147,7 +146,7 @@ def sampled(
     for record in records:
         content = record.content
         if content.state is ServerState.ONLINE and not is_expired(content, now):
-            late = is_overdue(content.sequence / 1e9, content.expires, now) or is_unreached(content.peer_id)
+            late = is_overdue(content.sequence / 1e9, content.expires, now) or content.peer_id in unreached
             (doubtful if late else sure).append(record)
     coverage = _Coverage()
     chosen: list[_Sampled] = []
@@ -330,7 +329,7 @@ class KnownShare:
     @property
     def share(self) -> float:
         """0 .. 1; 1 as long as nobody has named enough of them."""
-        return statistics.median(self._shares) if self._shares else 1.0
+        return middle(self._shares, 1.0)
 
 
 class Wave:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import trio
@@ -29,7 +29,7 @@ from ..network.transport.memory import own_heap
 from ..network.transport.raw_connection import Path
 from ..trust.bundle import Bundle
 from ..trust.evidence_gossip import TOPIC, EvidenceGossip, fetch_bundle
-from ..trust.evidence_message import EVIDENCE_LIMITS, EvidenceMessage
+from ..trust.evidence_message import EVIDENCE_LIMITS
 from ..trust.store import TrustStore
 from .announcer import Announcer
 from .config import SwarmConfig, checked
@@ -79,7 +79,7 @@ class Swarm(MessageStreams):
         self._directory.about = self.nat.about
         self._discovery = Discovery(host, self._directory, self._records, nursery, config)
         self.named = self._discovery.named  # the peers that this node was told to join by
-        self._evidence, self.gossip = evidence, gossip  # no gossip if this node takes no part in it
+        self.evidence, self.gossip = evidence, gossip  # no gossip if this node takes no part in it
         self.set_handler(
             EVIDENCE, wire.EvidenceFrame, evidence.serve, max_header=EVIDENCE_SIZES.max_header, max_payload=PIECE_BYTES
         )
@@ -146,7 +146,7 @@ class Swarm(MessageStreams):
 
         `recomputed`: this node has recomputed the answer, and signs that it has. `one_bit`: no more of it was wrong.
         """
-        data = self._evidence.record_proven(bundle, recomputed=recomputed, one_bit=one_bit, addrs=self.addrs)
+        data = self.evidence.record_proven(bundle, recomputed=recomputed, one_bit=one_bit, addrs=self.addrs)
         if self.gossip is not None:
             await self.gossip.publish(data)
 
@@ -168,14 +168,6 @@ class Swarm(MessageStreams):
             max_payload=PIECE_BYTES,
         ) as stream:
             return await fetch_bundle(stream, evidence_id)
-
-    def on_proven(self, callback: Callable[[Bundle], None]) -> None:
-        """`callback(bundle)` is called with evidence that this node has checked itself; it must not raise."""
-        self._evidence.on_proven.append(callback)
-
-    def on_evidence(self, callback: Callable[[EvidenceMessage, str, str], None]) -> None:
-        """`callback(message, author)` is called with evidence that would have to be recomputed; it must not raise."""
-        self._evidence.on_evidence.append(callback)
 
     # --- reachability
 
@@ -370,14 +362,8 @@ async def _evidence(config: SwarmConfig, host: Host) -> AsyncIterator[tuple[Evid
         return
     from ..network.gossip import open_gossip
 
-    async with open_gossip(
-        host,
-        TOPIC,
-        max_bytes=EVIDENCE_LIMITS.max_message,
-        accept=evidence.accept,
-        forwards=evidence.forwards,
-        deliver=evidence.deliver,
-    ) as gossip:
+    most = EVIDENCE_LIMITS.max_message
+    async with open_gossip(host, TOPIC, max_bytes=most, accept=evidence.accept, forwards=evidence.forwards) as gossip:
         yield evidence, gossip
 
 

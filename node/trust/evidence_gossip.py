@@ -63,7 +63,7 @@ _Key: TypeAlias = tuple[bytes, str]
 
 class EvidenceGossip:
     """The evidence that one node knows. It does no input or output of its own: the swarm passes gossip messages to
-    `accept` and `deliver`, and publishes the message that `record_proven` returns.
+    `accept`, and publishes the message that `record_proven` returns.
 
     Attributes:
         on_proven: callbacks for evidence that this node has checked itself; they must not raise.
@@ -86,13 +86,11 @@ class EvidenceGossip:
         )
         self._told = False
         self._makers, self._shares = KnownMakers(), ForwardingShares()
-        # Accepted and not yet delivered, and who handed it on.
-        self._checked: OrderedDict[bytes, tuple[EvidenceMessage, str]] = OrderedDict()
 
     # --- messages of others
 
     def accept(self, author: str, forwarder: str, data: bytes) -> bool:
-        """Whether a message is acted on. Quick: it is called for every message that strangers send.
+        """Acts on a message, if it may; whether it did. Quick: it is called for every message that strangers send.
 
         What a neighbour has made itself counts as its maker's only. What it hands on counts as its own as well: once it
         is taken, so that nobody can use up the maker's rate with what is not.
@@ -106,16 +104,14 @@ class EvidenceGossip:
         self._authors.count(author, now=now)
         try:
             message = EvidenceMessage.from_bytes(data, now)
-            if message.bundle is not None and message.is_self_proving:
-                shown = check_statement(message.bundle)
-                assert isinstance(shown, SelfProven)
+            bundle = message.bundle if message.is_self_proving else None
+            shown = None if bundle is None else check_statement(bundle)
+            assert shown is None or isinstance(shown, SelfProven)
         except (BadEvidenceMessage, NotProven) as error:
             log.debug("%s spreads invalid evidence: %s", author, error)
             return False
         self._makers.note(author, now)
-        self._checked[data] = message, forwarder
-        while len(self._checked) > 8:
-            self._checked.popitem(last=False)
+        self._act(message, author, forwarder, shown)
         return True
 
     def forwards(self, author: str, forwarder: str) -> bool:
@@ -126,12 +122,8 @@ class EvidenceGossip:
     def _is_known(self, author: str, now: float) -> bool:
         return author in self._store.trusted.owners or self._makers.is_known(author, now)
 
-    def deliver(self, author: str, data: bytes) -> None:
-        """Acts on a message that was accepted."""
-        checked = self._checked.pop(data, None)
-        if checked is None:
-            return
-        message, forwarder = checked
+    def _act(self, message: EvidenceMessage, author: str, forwarder: str, shown: SelfProven | None) -> None:
+        """`shown`: what its evidence proves by itself, if it does."""
         self._remember(message)
         if message.accused == self._identity.peer_id and not self._told:
             self._told = True  # once: whoever likes can say so
@@ -141,9 +133,8 @@ class EvidenceGossip:
                 author,
                 message.evidence_id.hex()[:12],
             )
-        if message.bundle is not None and message.is_self_proving:
-            shown = check_statement(message.bundle)
-            if isinstance(shown, SelfProven) and message.accused != self._identity.peer_id:
+        if message.bundle is not None and shown is not None:
+            if message.accused != self._identity.peer_id:
                 self._notify_proven(message.bundle)
                 reason = f"{shown.reason} (evidence {message.evidence_id.hex()[:12]})"
                 self._store.ban(message.accused, reason, "evidence")

@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from ..network.shares import decayed
+
 
 @dataclass(frozen=True)
 class ReputationPolicy:
@@ -49,7 +51,7 @@ class ServiceRecord:
 
     def at(self, now: float) -> ServiceRecord:
         """The same, decayed until `now`."""
-        left = 0.5 ** (max(0.0, now - self.updated) / REPUTATION.half_life)
+        left = decayed(1.0, now - self.updated, REPUTATION.half_life)
         return replace(self, updated=max(now, self.updated), tokens=self.tokens * left, faults=self.faults * left)
 
     def after_tokens(self, tokens: int, now: float, *, recomputed: bool) -> ServiceRecord:

@@ -132,7 +132,7 @@ class Endorser:
         self._failures: OrderedDict[str, int] = OrderedDict()  # by author, since the last bundle that came
         self._judging = trio.Lock()
         self._news = trio.Event()
-        swarm.on_evidence(self._queue)
+        swarm.evidence.on_evidence.append(self._queue)
 
     def _queue(self, message: EvidenceMessage, author: str, forwarder: str) -> None:
         notice = Notice(message, author, self._swarm.host.origin_of(forwarder))

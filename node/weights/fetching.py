@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -44,6 +45,8 @@ class FetchPolicy:
     in_flight: int = 8
     """Pieces that a peer is asked for at once: two, and one more for each that it has brought, up to a limit."""
     open: float = 10.0
+    refresh: float = 5.0
+    """Seconds for the swarm to say who serves a model."""
     piece: float = 120.0
     """Seconds in which the next piece of a peer has to come: peers hand on little while they serve sessions."""
     look_again: float = 0.7
@@ -87,6 +90,13 @@ async def offer_of(swarm: Swarm, peer_id: str, version: bytes, num_blocks: int) 
         return None
 
 
+def ranked(swarm: Swarm, version: bytes) -> list[str]:
+    """The servers of a version, those of whom most is known first, and those that load among them."""
+    servers = [one.peer_id for one in swarm.view.servers(version, now=time.time()) if one.peer_id != swarm.peer_id]
+    proven, connected = swarm.trust.is_proven, swarm.connected()
+    return sorted(servers, key=lambda peer: (not proven(peer), peer not in swarm.named, peer not in connected))
+
+
 @dataclass(eq=False)
 class _AskedPeer:
     """A peer that is asked for pieces; `since` it brought one, or was first asked."""
@@ -104,18 +114,15 @@ class _AskedPeer:
 
 
 class Fetch:
-    """Brings parts into `folder`. `candidates()` gives the peers that may hold some, best first.
+    """Brings parts into `folder`.
 
     A peer that sends a false piece is asked for nothing more; what it sent before was checked, and stays. One that is
     busy or gone is tried again. A slow one makes room for others, which are asked for what it owes.
     """
 
-    def __init__(
-        self, swarm: Swarm, folder: PeerFolder, candidates: Callable[[], Awaitable[Sequence[str]]], progress: Progress
-    ) -> None:
+    def __init__(self, swarm: Swarm, folder: PeerFolder, progress: Progress) -> None:
         self._swarm = swarm
         self._folder = folder
-        self._candidates = candidates
         self._progress = progress
         self._plan = PiecePlan({}, random.Random())
         self._changed = trio.Event()
@@ -211,7 +218,10 @@ class Fetch:
 
     async def _look_for_peers(self, nursery: trio.Nursery) -> None:
         while True:
-            peers = await self._candidates()
+            version = self._folder.manifest.version
+            with suppress(SwarmError):  # nobody answers just now
+                await self._swarm.refresh(model_version=version, timeout=FETCHING.refresh)
+            peers = ranked(self._swarm, version)
             async with trio.open_nursery() as asking:
                 # In turn: those that answer and hold nothing keep nobody else from being asked.
                 there = sorted(filter(self._may_ask, peers), key=lambda peer: self._looks[peer])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,10 +26,9 @@ from ..models.cache_dir import imported_folder
 from ..models.disk_limit import keep_within, note_use
 from ..swarm.swarm import Swarm
 from ..swarm.versions import most_proven, several_versions
-from .fetching import FETCHING, Fetch, offer_of, open_weights
+from .fetching import FETCHING, Fetch, offer_of, open_weights, ranked
 from .store import PeerFolder, check_texts, part_of_number
 
-_ASK_TIMEOUT: Final = 5.0
 _AGREEING: Final = 2
 """Addresses that have to hand on the same tokenizer where nothing is known of any peer: one alone is not believed."""
 _OFFERS: Final = 32  # peers that are asked what they hold, before anything is fetched
@@ -129,14 +128,8 @@ class RemoteModel:
             await self._fetch_texts()
         numbers = self.stored.lacking(need)
         if numbers:
-            await Fetch(self.swarm, self.stored, self._holders, progress).run(numbers)
+            await Fetch(self.swarm, self.stored, progress).run(numbers)
         return replace(self.stored.model_folder(), pinned=self.pinned, asked=self.name)
-
-    async def _holders(self) -> Sequence[str]:
-        """Peers that may hold parts: those of whom it is known first."""
-        with suppress(SwarmError):  # nobody answers just now
-            await self.swarm.refresh(model_version=self.version, timeout=_ASK_TIMEOUT)
-        return ranked(self.swarm, self.version)
 
     async def _fetch_texts(self) -> None:
         having = {peer: offer for peer, offer in self.offers.items() if offer.texts}
@@ -212,13 +205,6 @@ async def first_of(peers: Iterable[str], ask: Callable[[str], Awaitable[A]]) -> 
     return found[0] if found else None
 
 
-def ranked(swarm: Swarm, version: bytes) -> list[str]:
-    """The servers of a version, those of whom most is known first, and those that load among them."""
-    servers = [one.peer_id for one in swarm.view.servers(version, now=time.time()) if one.peer_id != swarm.peer_id]
-    proven, connected = swarm.trust.is_proven, swarm.connected()
-    return sorted(servers, key=lambda peer: (not proven(peer), peer not in swarm.named, peer not in connected))
-
-
 def may_be_remote(model: str) -> bool:
     """Whether a swarm may have a model of this name: it is no path."""
     named, _ = split_version(model)
@@ -236,7 +222,7 @@ async def find_remote_model(swarm: Swarm, model: str, progress: Progress) -> Rem
     """
     name, pinned = split_version(model)
     with suppress(SwarmError):  # nobody answers just now; what was heard at joining has to do
-        await swarm.refresh(sample=True, timeout=_ASK_TIMEOUT)
+        await swarm.refresh(sample=True, timeout=FETCHING.refresh)
     servers = swarm.view.servers(now=time.time())
     proven = swarm.trust.proven_of(server.peer_id for server in servers)
     version = meant_version(servers, name, pinned or "", swarm.named, proven)
@@ -249,7 +235,7 @@ async def find_remote_model(swarm: Swarm, model: str, progress: Progress) -> Rem
         asked = f"{name} in version {pinned}" if pinned else name
         raise NotServed(f"nobody serves {asked}: {there}")
     with suppress(SwarmError):
-        await swarm.refresh(model_version=version, timeout=_ASK_TIMEOUT)
+        await swarm.refresh(model_version=version, timeout=FETCHING.refresh)
     manifest = await _manifest(swarm, name, version)
     progress(f"Asking peers for {name}", 0, None)
     offers = await _offers(swarm, manifest)
@@ -285,7 +271,7 @@ async def _manifest(swarm: Swarm, name: str, version: bytes) -> Manifest:
     servers = swarm.view.servers(version, now=time.time())
     counts = sorted({server.num_blocks for server in servers})
     for num_blocks in counts:
-        async for found, data in swarm.manifests(name, num_blocks, pinned=version.hex(), timeout=_ASK_TIMEOUT):
+        async for found, data in swarm.manifests(name, num_blocks, pinned=version.hex(), timeout=FETCHING.refresh):
             with suppress(ModelError):
                 return Manifest.from_wire(data, found)
     raise SwarmError(f"no server of {name} answers: try again, or check --peer")
@@ -301,7 +287,7 @@ async def _offers(swarm: Swarm, manifest: Manifest) -> dict[str, Offer]:
         if offer is not None:
             found[peer] = offer
 
-    with trio.move_on_after(2 * _ASK_TIMEOUT):
+    with trio.move_on_after(2 * FETCHING.refresh):
         async with trio.open_nursery() as nursery:
             for peer in peers:
                 nursery.start_soon(ask, peer)

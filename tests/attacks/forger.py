@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 
@@ -55,11 +56,12 @@ class Listener:
         self.peer_id = Identity.generate().peer_id
         self.published: list[Bundle] = []
         self.view = SwarmView()
-        self.hear: Callable[[EvidenceMessage, str], None] = lambda message, author: None
+        self.evidence = SimpleNamespace(on_evidence=[])
         self._bundles = {bundle.id: bundle for bundle in bundles.values()}
 
-    def on_evidence(self, callback: Callable[[EvidenceMessage, str, str], None]) -> None:
-        self.hear = lambda message, author: callback(message, author, author)
+    def hear(self, message: EvidenceMessage, author: str) -> None:
+        for callback in self.evidence.on_evidence:
+            callback(message, author, author)
 
     @property
     def host(self) -> Listener:

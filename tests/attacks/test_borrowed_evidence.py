@@ -80,9 +80,7 @@ def test_who_hands_out_evidence_has_checked_it(genuine: Bundle) -> None:
     borrowed = replace(genuine, payloads={})
 
     def spread() -> None:
-        data = EvidenceMessage.of(borrowed).to_bytes()
-        assert gossip.accept("author", "neighbour", data)
-        gossip.deliver("author", data)
+        assert gossip.accept("author", "neighbour", EvidenceMessage.of(borrowed).to_bytes())
 
     spread()
     gossip.record_proven(genuine, recomputed=True)
@@ -103,7 +101,6 @@ def test_endorsements_count_against_the_server_that_they_name(genuine: Bundle) -
         EvidenceMessage(genuine.id, VICTIM.peer_id, now, None, (slander,)),
     ):
         assert gossip.accept("author", "neighbour", message.to_bytes())
-        gossip.deliver("author", message.to_bytes())
     assert banned == [genuine.accused]
     published = EvidenceMessage.from_bytes(gossip.record_proven(genuine, recomputed=True), now / 1000)
     assert {endorsement.validator for endorsement in published.endorsements} == {HONEST.peer_id, VALIDATOR.peer_id}

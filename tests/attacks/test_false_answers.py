@@ -12,10 +12,12 @@ from google.protobuf.message import Message
 
 from petalnode.crypto.credits import Clearing, Credit, CreditQuery, DepositOrder, Transfer, sign_voucher
 from petalnode.crypto.identity import Identity
+from petalnode.node.network.shares import Turns
+from petalnode.node.server.lifecycle.other_servers import answer_transfers
 from petalnode.node.testing import message_streams, run_autojumping, stream_pair
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.credits import ask_clearing, ask_credit, ask_voucher, serve_credits
-from petalnode.protocols.directory import DIRECTORY_LIMITS, answer_transfer, measure_transfer
+from petalnode.protocols.directory import DIRECTORY_LIMITS, measure_transfer
 from petalnode.protocols.evidence import check_pick, receive_bundle, send_bundle
 from petalnode.protocols.framing import MessageStream, PeerError, ProtocolError, StreamClosed
 from petalnode.protocols.inference import Refusal
@@ -231,7 +233,7 @@ def test_an_auditor_picks_what_was_offered() -> None:
 
 def test_speed_of_way_is_that_of_its_bytes() -> None:
     async def theirs(stream: Stream) -> None:
-        await answer_transfer(stream, timeout=TIMEOUT)
+        await answer_transfers(Turns(), stream)
 
     seconds = converse(wire.TransferFrame, lambda stream: measure_transfer(stream, timeout=TIMEOUT), theirs)
     assert 0 < seconds < 1
@@ -267,7 +269,7 @@ def test_nobody_sends_more_than_a_measurement_takes(wanted: int, answered: int) 
 
     async def theirs(stream: Stream) -> None:
         try:
-            await answer_transfer(stream, timeout=TIMEOUT)
+            await answer_transfers(Turns(), stream)
         except ProtocolError:
             pass
         await stream.close()

@@ -56,7 +56,6 @@ async def gossiping(opened: Host, heard: Heard | None = None) -> AsyncIterator[G
         max_bytes=48 << 10,
         accept=heard.accept,
         forwards=lambda maker, forwarder: True,
-        deliver=lambda maker, data: None,
     ) as opened_gossip:
         yield opened_gossip
 

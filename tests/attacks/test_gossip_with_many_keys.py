@@ -131,6 +131,11 @@ async def test_message_one_neighbour_withholds_comes_from_another() -> None:
     heard: list[bytes] = []
     asked: list[str] = []
 
+    def accept(_maker: str, forwarder: str, data: bytes) -> bool:
+        if forwarder != attacker.peer_id:
+            heard.append(data)
+        return forwarder != attacker.peer_id
+
     def forwards(_maker: str, forwarder: str) -> bool:
         asked.append(forwarder)
         return forwarder == honest.peer_id
@@ -142,9 +147,8 @@ async def test_message_one_neighbour_withholds_comes_from_another() -> None:
             host,
             "topic",
             max_bytes=100,
-            accept=lambda _maker, forwarder, data: forwarder != attacker.peer_id,
+            accept=accept,
             forwards=forwards,
-            deliver=lambda _maker, data: heard.append(data),
         ) as gossip,
     ):
         for forwarder in (attacker, small, honest, honest, small):

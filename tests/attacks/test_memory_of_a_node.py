@@ -14,14 +14,14 @@ from petalnode.node.client.request import ServerFailed, WireTensor
 from petalnode.node.client.session.stream import SessionSpec, SessionStream
 from petalnode.node.network.shares import Turns
 from petalnode.node.network.transport.limits import LIMITS
-from petalnode.node.server.lifecycle.other_servers import TRANSFERS
+from petalnode.node.server.lifecycle.other_servers import TRANSFERS, answer_transfers
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.routing import Hop
 from petalnode.node.swarm.streams import SHARES
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.node.testing import MemoryNetwork, message_streams, stream_pair
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.directory import DIRECTORY_LIMITS, answer_transfer
+from petalnode.protocols.directory import DIRECTORY_LIMITS
 from petalnode.protocols.framing import MAX_PAYLOAD, MessageStream, PeerError, StreamClosed
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import EPOCH_BYTES, Refusal
@@ -162,7 +162,7 @@ async def test_peers_that_stand_still_keep_no_turns(begun: bytes) -> None:
     async def serve(peer_id: str, ends: Any) -> None:
         _, stream = message_streams(wire.TransferFrame, peer_id, "node", ends=ends)
         try:
-            await answer_transfer(stream, turns.turn, timeout=10)
+            await answer_transfers(turns, stream)
         except PeerError:
             await stream.reset()
 

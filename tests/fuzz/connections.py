@@ -400,7 +400,7 @@ def _caught(host: Host, subject: Streams) -> Iterator[None]:
 async def _services(kind: str, host: Host, nursery: trio.Nursery) -> AsyncIterator[Callable[[], Mapping[str, int]]]:
     if kind == "gossip":
         async with gossip_module.open_gossip(
-            host, "topic", max_bytes=1000, accept=lambda *_: True, forwards=lambda *_: True, deliver=lambda *_: None
+            host, "topic", max_bytes=1000, accept=lambda *_: True, forwards=lambda *_: True
         ):
             yield dict
         return

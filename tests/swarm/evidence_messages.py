@@ -44,7 +44,4 @@ def node(trusted: TrustedValidators | None = None) -> tuple[EvidenceGossip, Trus
 
 
 def receive(gossip: EvidenceGossip, data: bytes, author: str = "author", forwarder: str = "forwarder") -> bool:
-    accepted = gossip.accept(author, forwarder, data)
-    if accepted:
-        gossip.deliver(author, data)
-    return accepted
+    return gossip.accept(author, forwarder, data)

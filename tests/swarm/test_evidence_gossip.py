@@ -155,19 +155,13 @@ def test_rates_forget_and_are_bounded() -> None:
     assert rates.add("a", most=2, now=30) and held(rates) == 2, "what is over is forgotten"
 
 
-def test_message_counts_once_if_taken_lately() -> None:
+def test_only_accepted_messages_are_acted_on() -> None:
     gossip, _ = node()
-    heard: list[tuple[str, str]] = []
-    gossip.on_evidence.append(lambda message, author, _: heard.append((message.accused, author)))
-    gossip.deliver("author", numeric(0))
-    assert not heard  # it was not accepted
-    for number in range(9):
-        assert gossip.accept(f"author {number}", f"forwarder {number}", numeric(number))
-    gossip.deliver("author 0", numeric(0))
-    assert not heard  # of what is accepted and never delivered, the oldest is forgotten
-    for _ in range(2):
-        gossip.deliver("author 8", numeric(8))
-    assert heard == [(LIAR.peer_id, "author 8")]
+    heard: list[tuple[str, str, str]] = []
+    gossip.on_evidence.append(lambda message, *who: heard.append((message.accused, *who)))
+    assert not gossip.accept("author", "forwarder", numeric(0)[:-1]) and not heard
+    assert gossip.accept("author", "forwarder", numeric(0))
+    assert heard == [(LIAR.peer_id, "author", "forwarder")]
 
 
 def test_a_node_does_not_ban_itself() -> None:

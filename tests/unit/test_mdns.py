@@ -74,12 +74,13 @@ def test_neighbour_is_told_until_it_has_no_addresses(monkeypatch: pytest.MonkeyP
     names, some, told = list[str](), threading.Event(), (f"{NEAR}/p2p/{A}", f"{FAR}/p2p/{A}")
     service = f"_{secrets.token_hex(7)}._udp.local."
 
-    def on_name(name: str) -> None:
+    def put(name: str) -> None:
         names.append(name)
         some.set()
 
+    heard_names: Any = SimpleNamespace(put=put)
     try:
-        listener, neighbour = (mdns._Radio(["127.0.0.1"], service, apart, on_name) for apart in (False, True))
+        listener, neighbour = (mdns._Radio(["127.0.0.1"], service, apart, heard_names) for apart in (False, True))
     except OSError as error:
         pytest.skip(f"nobody multicasts here: {error}")
     with closing(listener), closing(neighbour):
@@ -103,8 +104,8 @@ class Radio:
     made: ClassVar[list[Radio]] = []
     records: ClassVar[dict[str, bytes]] = {}
 
-    def __init__(self, interfaces: list[str], service: str, apart: bool, on_name: Callable[[str], None]) -> None:
-        self.interfaces, self.service, self.apart, self.on_name = interfaces, service, apart, on_name
+    def __init__(self, interfaces: list[str], service: str, apart: bool, names: mdns._Names) -> None:
+        self.interfaces, self.service, self.apart, self.names = interfaces, service, apart, names
         self.announced: list[list[str]] = []
         self.closed = False
         self.made.append(self)
@@ -145,10 +146,10 @@ async def test_neighbours_are_heard_until_the_interfaces_change(
         await trio.sleep(100)
         (first,) = Radio.made
         for name in ("far", "unreadable", "b", "b"):
-            first.on_name(name)
+            first.names.put(name)
         await trio.sleep(100)
         assert found == [(B, [NEAR], False)]
-        first.on_name("b")
+        first.names.put("b")
         addrs[0] = f"/ip4/192.168.1.11/tcp/1/p2p/{A}"
         await trio.sleep(100)
         assert len(found) == 2 and first.announced == [[f"{NEAR}/p2p/{A}"], addrs[:1]]

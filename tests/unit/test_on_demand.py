@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -197,7 +198,7 @@ async def test_strangers_cannot_have_blocks_fetched(folder: ModelFolder, manifes
         async with in_swarm(folder, manifest, 1) as (node, found):
             listening: list[object] = []
             for peer in (node, other := node.network.node(Identity.generate())):
-                peer.on_evidence = listening.append  # type: ignore[attr-defined]
+                peer.evidence = SimpleNamespace(on_evidence=listening)  # type: ignore[attr-defined]
             await shown(node, found, history)
             assert not listening
             with pytest.raises(PeerError):

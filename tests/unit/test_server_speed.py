@@ -14,6 +14,7 @@ from petalnode.node.blocks.kernels import choice
 from petalnode.node.blocks.kernels.choice import Known, sample_of
 from petalnode.node.blocks.kernels.library import library, usable_threads
 from petalnode.node.blocks.span import Loading, load, load_span
+from petalnode.node.server.lifecycle.pausing import Pause
 from petalnode.node.server.lifecycle.speed import (
     BlockSpeed,
     LiveSpeed,
@@ -211,6 +212,7 @@ class Machine:
 
     def __init__(self, found: BlockSpeed) -> None:
         self.blocks = SimpleNamespace(span=range(2))
+        self.depth = 0
         self.found = found
         self.measured: list[float] = []
 
@@ -222,21 +224,18 @@ class Machine:
 SLOW = BlockSpeed(0.02, 0.001, 1e-8)
 
 
-async def _known_network() -> float:
-    return 1e-8
-
-
 def announced_after(seconds: float, *, earlier: BlockSpeed | None, steps: int = 0) -> tuple[BlockSpeed, list[float]]:
     """A block's speed as it is announced so long after the start of a server of `SPEED`, and when that was measured."""
     machine: Any = Machine(SPEED)
+    idle: Any = SimpleNamespace(sessions=0)
     if earlier is not None:
         keep_speed(KEY, earlier)
 
     async def serve() -> SpanSpeed:
-        speed = await SpanSpeed.measured(machine, KEY, None, _known_network)
+        speed = await SpanSpeed.measured(machine, KEY, None)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(speed.keep_corrected)
-            nursery.start_soon(speed.measure_when_idle, lambda: True)
+            nursery.start_soon(speed.measure_when_idle, idle, Pause())
             for _ in range(steps):
                 speed.live.note_decode(1, 1.0, 2 * SPEED.step_seconds)
             await trio.sleep(seconds)

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol
@@ -141,7 +141,7 @@ def find_step(span: Decoder, config: Any, found: Library, known: Known, *, alway
             return None
         span.step = step
         alone = tiny_sessions(span, sample_of(span), 1)
-        _choose_threads(step, lambda: _decode(span, alone))
+        _choose_threads(step, span, alone)
         if always:
             return step
         crowd = [session for _ in range(_MANY) for session in tiny_sessions(span, sample_of(span), 1)]
@@ -241,14 +241,14 @@ def _difference(span: Decoder, part: Span, step: SpanStep) -> float:
     return float(differences.max())  # NaN if any is
 
 
-def _choose_threads(step: SpanStep, run: Callable[[], object]) -> None:
+def _choose_threads(step: SpanStep, span: Decoder, sessions: Sequence[tuple[torch.Tensor, SpanCache]]) -> None:
     """Lets as many threads compute a step as are quicker than one."""
     most = usable_threads()
     if most == 1:
         return
-    alone = best_time(run)
+    alone = best_time(lambda: _decode(span, sessions))
     step.threads = most
-    if not best_time(run) <= _WORTH * alone:
+    if not best_time(lambda: _decode(span, sessions)) <= _WORTH * alone:
         step.threads = 1
 
 

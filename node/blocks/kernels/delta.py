@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ from ..cache import SpanCache
 from ..caches.states import StateInputs, StateRing, StateSpec
 from .library import Block, Delta, Matrix, Unsuitable, Values, usable_threads
 from .recurrent import DeltaInputs
-from .tiles import LANES
+from .tiles import LANES, pointer
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,9 @@ def layout_of(module: nn.Module) -> DeltaLayout | None:
 
 
 def describe_delta(
-    module: Any,
-    layout: DeltaLayout,
-    states: Sequence[StateSpec],
-    matrix: Callable[[Any], Matrix],
-    pointer: Callable[[torch.Tensor], int],
-) -> Delta:
-    """The rule for the kernels. Whoever calls keeps what `matrix` and `pointer` point into.
+    module: Any, layout: DeltaLayout, states: Sequence[StateSpec], matrices: Sequence[Matrix]
+) -> tuple[Delta, list[torch.Tensor]]:
+    """The rule for the kernels, with the `matrices` of its projections, in order; and the tensors that it points into.
 
     Raises:
         Unsuitable: the kernels do not compute such a rule.
@@ -101,17 +97,18 @@ def describe_delta(
     sizes = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads * decays}
     found = Delta(len(paths), key_heads, heads, key_dim, value_dim, decays, taps, held, gate)
     found.most, found.eps = 2.0 if getattr(module, "allow_neg_eigval", False) else 1.0, float(norm.variance_epsilon)
-    found.taps_of, found.bias = pointer(module.conv1d.weight), None if bias is None else pointer(bias)
-    found.rates, found.moved, found.norm = pointer(decay.A_log), pointer(decay.dt_bias), pointer(norm.weight)
-    for number, path in enumerate(paths):
-        found.projection[number] = matrix(module.get_submodule(path))
+    weights = [module.conv1d.weight, decay.A_log, decay.dt_bias, norm.weight, *([] if bias is None else [bias])]
+    found.taps_of, found.rates, found.moved, found.norm, *biases = map(pointer, weights)
+    found.bias = next(iter(biases), None)
+    for number, (path, matrix) in enumerate(zip(paths, matrices, strict=True)):
+        found.projection[number] = matrix
         found.of[number] = paths.index(layout.of[path]) if path in layout.of else -1
         widths = [sizes[letter] // groups for letter in layout.projections[path]]
         if widths and found.projection[number].out != groups * sum(widths):
             raise Unsuitable("matrices of other shapes")
         for place, letter in enumerate(layout.projections[path]):
             found.parts[list(sizes).index(letter)] = Values(number, sum(widths[:place]), widths[place], sum(widths))
-    return found
+    return found, weights
 
 
 def mixing_floats(delta: Delta) -> int:

@@ -27,7 +27,7 @@ from .changes import FORM_F32, FORM_F32_COLUMNS, Changes
 from .delta import describe_delta, entering_states, layout_of, mixing_floats
 from .latents import describe_latents, has_latents, in_two, score_floats
 from .library import MOST_THREADS, Block, Change, Library, Matrix, Row, Shape, StepStruct, Unsuitable
-from .tiles import LANES, MOST_ROWS, TiledMatrix, rows_of
+from .tiles import LANES, MOST_ROWS, TiledMatrix, pointer, rows_of
 
 _MODEL_TYPES: Final = frozenset(
     {
@@ -210,8 +210,9 @@ class SpanStep:
             raise Unsuitable("attention of another kind")
         self._describe_norms(described, block)
         if (layout := layout_of(attention)) is not None:
-            delta = describe_delta(attention, layout, spec.states, self._matrix, self._pointer)
-            self._kept.append(delta)
+            matrices = [self._matrix(attention.get_submodule(path)) for path in layout.projections]
+            delta, weights = describe_delta(attention, layout, spec.states, matrices)
+            self._kept += [delta, *weights]
             described.delta = ctypes.addressof(delta)
             self._put(index, "output", attention.get_submodule(layout.output))
             self._shape.mixing = max(self._shape.mixing, mixing_floats(delta))
@@ -396,10 +397,8 @@ class SpanStep:
         return Matrix.from_buffer_copy(matrix.described)
 
     def _pointer(self, tensor: torch.Tensor) -> int:
-        if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise Unsuitable("weights in another form")
         self._kept.append(tensor)
-        return tensor.data_ptr()
+        return pointer(tensor)
 
     def _check(self, specs: Sequence[BlockCacheSpec]) -> None:
         """That the sizes fit together, and are whole vectors."""

@@ -30,7 +30,7 @@ from ..quantisation.matrix import (
     pieces,
 )
 from ..quantisation.rounding import ROUNDED_TOGETHER, rounded
-from .library import MOST_THREADS, Library, Matrix, library, usable_threads
+from .library import MOST_THREADS, Library, Matrix, Unsuitable, library, usable_threads
 
 LANES: Final = 16
 _SUPER: Final = 256
@@ -126,6 +126,13 @@ STORED: Final[Mapping[str, tuple[int, str, int, int]]] = {
 }
 """GGUF's kinds that there is a form for: their number there, the form, and how many inputs have how many bytes."""
 _BY_BYTES: Final = frozenset(("q4", "q4_half", "q4_k", "q8_half", "int8"))
+
+
+def pointer(tensor: torch.Tensor) -> int:
+    """Where its values are. Raises Unsuitable: the kernels do not read such."""
+    if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise Unsuitable("weights in another form")
+    return tensor.data_ptr()
 
 
 def rows_of(matrix: Matrix, first: int, count: int) -> Matrix:

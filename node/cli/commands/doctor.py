@@ -24,6 +24,7 @@ from ...errors import ExitCode, PetalnodeError, SwarmError, reason_of
 from ...models.cache_dir import cache_dir, data_folder
 from ...network.addresses import ip_of, parse_peer
 from ...network.nat.reachability import NOBODY_ASKED
+from ...network.shares import middle
 from ...swarm.swarm import Swarm
 from ..join import JoinOptions, joined, joins_swarm, kept_port
 from ..node_report import CLOCKS, clock_offsets
@@ -284,14 +285,14 @@ def check_open_files() -> Finding:
 
 def judge_clock(offsets: Iterable[float]) -> Finding:
     """Judges the median of the differences to peers' clocks, in seconds; positive: theirs are ahead."""
-    ordered = sorted(offsets)
-    if not ordered:
+    asked = list(offsets)
+    if not asked:
         return Finding("clock", "ok", f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}; no peer to compare it with")
-    middle = ordered[len(ordered) // 2]
-    text = f"{abs(middle):.1f} s {'behind' if middle > 0 else 'ahead of'} the peers' ({len(ordered)} asked)"
+    usual = middle(asked)
+    text = f"{abs(usual):.1f} s {'behind' if usual > 0 else 'ahead of'} the peers' ({len(asked)} asked)"
     advice = "set the clock, and let the system keep it (timedatectl set-ntp true)"
-    if abs(middle) > CLOCKS.clock_tolerance:
+    if abs(usual) > CLOCKS.clock_tolerance:
         return Finding("clock", "problem", text, f"other nodes refuse this node's announcements: {advice}")
-    if abs(middle) > WANTED.clock_warning:
+    if abs(usual) > WANTED.clock_warning:
         return Finding("clock", "warning", text, advice)
     return Finding("clock", "ok", text)

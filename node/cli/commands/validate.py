@@ -195,7 +195,7 @@ async def _issue_points(swarm: Swarm, identity: Identity, data_dir: Path, stack:
     ledger = stack.enter_context(await trio.to_thread.run_sync(Ledger, file, identity))
     CreditsService(swarm, ledger)
     rewards = Rewards(ledger)
-    swarm.on_proven(rewards.proven)
+    swarm.evidence.on_proven.append(rewards.proven)
     return rewards
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Final
 import trio
 
 from ...errors import BadInput
-from ..shares import Line, TokenBucket
+from ..shares import Line, TokenBucket, decayed
 
 _UNITS: Final = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _MIN_RATE: Final = 10_000
@@ -172,7 +171,7 @@ class Recent:
         self._at = now
 
     def amount(self, now: float | None = None) -> float:
-        return self._amount * math.exp2((self._at - (trio.current_time() if now is None else now)) / 0.5)
+        return decayed(self._amount, (trio.current_time() if now is None else now) - self._at, 0.5)
 
 
 def parse_rate(text: str | None, option: str) -> int | None:

@@ -17,7 +17,7 @@ from typing import Final
 from multiaddr import Multiaddr
 
 from ..addresses import IPAddress, circuit_of, ip_of, is_circuit, is_public
-from ..shares import ShareCount
+from ..shares import ShareCount, decayed
 
 Networks = Sequence[IPv4Network | IPv6Network]
 
@@ -69,7 +69,7 @@ def failed(known: FailedAddress | None, now: float) -> FailedAddress:
     """What to remember of an address that has just failed."""
     if known is None:
         return FailedAddress(1.0, now)
-    return FailedAddress(known.failures * 0.5 ** ((now - known.at) / DIALING.half_life) + 1.0, now)
+    return FailedAddress(decayed(known.failures, now - known.at, DIALING.half_life) + 1.0, now)
 
 
 def pause_ends(known: FailedAddress) -> float:

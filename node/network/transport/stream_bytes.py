@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import cast
 
 import trio
-from libp2p.custom_types import TProtocol
+from libp2p.custom_types import StreamHandlerFn, TProtocol
 from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
@@ -122,14 +121,14 @@ class StreamBytes:
         finally:
             self._muxed.waits_turn = False
 
-    async def metered(self, serve: Callable[[], Awaitable[None]]) -> None:
+    async def metered(self, serve: StreamHandlerFn) -> None:
         """Serves the stream in the turn of the peer's address. Its processor time counts for that until something is
         granted on it."""
         muxer = cast(Muxer, self._muxed.muxed_conn)
 
         async def in_turn() -> None:
             await self.turn()
-            await serve()
+            await serve(self._stream)
 
         await metered(in_turn(), muxer.limits, muxer.address, self._muxed)
 

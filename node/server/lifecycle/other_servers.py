@@ -13,12 +13,13 @@ import trio
 
 from ....protocols import wire_pb2 as wire
 from ....protocols.announcement import Announcement
-from ....protocols.directory import DIRECTORY_LIMITS, answer_transfer, measure_transfer
+from ....protocols.directory import DIRECTORY_LIMITS, TransferStream, answer_transfer, measure_transfer
 from ....protocols.framing import PeerError
 from ....protocols.ids import TRANSFER
 from ...network.shares import Turns
 from ...swarm.swarm import Swarm
-from .speed import ChangeSignal, SpanSpeed
+from ..tallies import ChangeSignal
+from .speed import SpanSpeed
 
 
 @dataclass(frozen=True)
@@ -97,15 +98,21 @@ TRANSFERS: Final = TransferPolicy()
 
 def serve_transfers(swarm: Swarm) -> None:
     """Lets other servers measure with this one, a few at once: more would measure each other."""
-    turns = Turns(TRANSFERS.at_once, TRANSFERS.contended)
-    handle = partial(answer_transfer, turn=turns.turn, timeout=TRANSFERS.timeout)
     swarm.set_handler(
         TRANSFER,
         wire.TransferFrame,
-        handle,
+        partial(answer_transfers, Turns(TRANSFERS.at_once, TRANSFERS.contended)),
         max_payload=DIRECTORY_LIMITS.transfer_bytes,
         max_streams=TRANSFERS.max_streams,
     )
+
+
+async def answer_transfers(turns: Turns, stream: TransferStream) -> None:
+    """Answers one stream. Takes a turn for each answer, and not before the peer has asked."""
+    for _ in range(DIRECTORY_LIMITS.transfer_rounds):
+        await stream.wait_begun(timeout=TRANSFERS.timeout)
+        async with turns.turn(stream.peer_id):
+            await answer_transfer(stream, timeout=TRANSFERS.timeout)
 
 
 async def measure_network(swarm: Swarm, model_version: bytes, *, timeout: float) -> float:

@@ -13,7 +13,7 @@ from ....crypto.pledge import Pledge
 from ....crypto.statement import now_ms
 from ...errors import SwarmError
 from ..requests.admission import Hosted
-from .speed import ChangeSignal
+from ..tallies import ChangeSignal
 
 log = logging.getLogger(__name__)
 

@@ -81,8 +81,10 @@ async def serve_span(
     compute = ComputeThread(blocks, context.parts.tallies, context.swarm.host)
     compute.start()
     try:
-        network = partial(measure_network, context.swarm, announcement.model_version, timeout=SERVING.network_timeout)
-        speed = await SpanSpeed.measured(compute, context.speed_key, context.options.throughput, network)
+        speed = await SpanSpeed.measured(compute, context.speed_key, context.options.throughput)
+        if not speed.byte_seconds and not context.options.throughput:
+            version, timeout = announcement.model_version, SERVING.network_timeout
+            await speed.network_measured(await measure_network(context.swarm, version, timeout=timeout))
         tokens = context.options.cache_tokens
         # A server that has changed its blocks keeps what it had promised.
         if tokens is None or not context.parts.tallies.block_changes:
@@ -160,6 +162,7 @@ class SpanServer:
             tallies=context.parts.tallies,
             prefix_cache=context.options.prefix_cache,
             origins=context.swarm.host,
+            changed=speed.changed,
         )
         self._adapters = Adapters(self._requests)
         self._service = RequestService(
@@ -168,7 +171,6 @@ class SpanServer:
             PushConnector(context.swarm, announcement.model_version),
             self._adapters,
             context.parts.payments(self._issuers()),
-            self._speed.changed.set,
         )
 
     async def run(self, on_ready: OnReady, stop: trio.Event) -> Move | None:
@@ -209,11 +211,8 @@ class SpanServer:
             return
         known = bool(self._speed.byte_seconds)
         nursery.start_soon(self._speed.keep_corrected)
-        nursery.start_soon(self._speed.measure_when_idle, self._is_idle)
+        nursery.start_soon(self._speed.measure_when_idle, self._service, self._context.parts.pause)
         nursery.start_soon(keep_measured, swarm, version, known, self._speed)
-
-    def _is_idle(self) -> bool:
-        return not self._service.sessions and not self._compute.depth and not self._context.parts.pause.wanted
 
     async def _next_move(self) -> Move:
         """Where the swarm needs this server, which has fetched the blocks that it will load there."""

@@ -8,12 +8,10 @@ import math
 import os
 import platform
 import random
-import statistics
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -22,12 +20,16 @@ import trio
 
 from ....crypto.canonical import digest
 from ...models.cache_dir import cache_dir, keep_json
+from ...network.shares import middle
 from ...swarm.cost import COST
+from ..tallies import ChangeSignal
 
 if TYPE_CHECKING:
     from ...blocks.kernels.choice import Known
     from ...blocks.span import BlockSpan
     from ..compute_thread import ComputeThread
+    from ..requests.service import RequestService
+    from .pausing import Pause
 
 _FILE: Final = "speeds.json"
 _DOMAIN: Final = "petalnode/speed/1"
@@ -239,7 +241,7 @@ class LiveSpeed:
 
     def correct(self) -> bool:
         """Takes over what was noted; whether that is worth announcing."""
-        return self._take(_middle(self._steps), _middle(self._tokens))
+        return self._take(_usual(self._steps), _usual(self._tokens))
 
     def was_used(self) -> bool:
         """Whether there were steps since this was last asked: then a measurement would know less than they do."""
@@ -260,30 +262,14 @@ class LiveSpeed:
         return True
 
 
-def _middle(samples: deque[float]) -> float | None:
-    """The middle sample, None if there are too few."""
-    found = list(samples)
-    return statistics.median(found) if len(found) >= SPEED.enough else None
+def _usual(samples: deque[float]) -> float | None:
+    """None if there are too few."""
+    return middle(samples) if len(samples) >= SPEED.enough else None
 
 
 def _corrected(said: float, found: float | None) -> float:
     """What was found if it is notably another, else what was said."""
     return found if found is not None and abs(found - said) >= SPEED.notable * said else said
-
-
-class ChangeSignal:
-    """Says to the one task that waits that something has changed."""
-
-    def __init__(self) -> None:
-        self._event = trio.Event()
-
-    def set(self) -> None:
-        self._event.set()
-
-    async def wait(self) -> None:
-        """Returns when it was set since the last time."""
-        await self._event.wait()
-        self._event = trio.Event()
 
 
 class SpanSpeed:
@@ -310,18 +296,10 @@ class SpanSpeed:
         self.live = LiveSpeed(step_seconds, speed.token_seconds * self._count)
 
     @classmethod
-    async def measured(
-        cls,
-        compute: ComputeThread,
-        key: SpeedKey,
-        throughput: float | None,
-        measure_network: Callable[[], Awaitable[float]],
-    ) -> SpanSpeed:
+    async def measured(cls, compute: ComputeThread, key: SpeedKey, throughput: float | None) -> SpanSpeed:
         """What was measured in an earlier run, else now."""
         known = await trio.to_thread.run_sync(recall_speed, key)
         speed = known if known is not None else await compute.call(lambda: measure_speed(compute.blocks))
-        if not speed.byte_seconds and not throughput:
-            speed = replace(speed, byte_seconds=await measure_network())
         if speed != known:
             await trio.to_thread.run_sync(keep_speed, key, speed)
         return cls(compute, key, speed, throughput, recalled=known is not None)
@@ -335,13 +313,13 @@ class SpanSpeed:
             if self.live.correct():
                 await self._keep()
 
-    async def measure_when_idle(self, is_idle: Callable[[], bool]) -> None:
+    async def measure_when_idle(self, service: RequestService, pause: Pause) -> None:
         """Measures anew when nobody has used the server for a while."""
         pause = _RECALLED_IDLE if self._recalled else _FIRST_IDLE
         while True:
             await trio.sleep(pause * random.uniform(0.8, 1.2))
             pause = _NEXT_IDLE
-            if not self.live.was_used() and is_idle():
+            if not (self.live.was_used() or service.sessions or self._compute.depth or pause.wanted):
                 speed = await self._compute.call(lambda: measure_speed(self._compute.blocks))
                 if self.live.measured(speed.step_seconds * self._count, speed.token_seconds * self._count):
                     await self._keep()

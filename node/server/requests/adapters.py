@@ -118,7 +118,7 @@ class Adapters:
 
     async def handle(self, stream: BatchFrames) -> None:
         """One stream on which a client brings an adapter. Never raises for anything that the client did."""
-        await serve_stream(stream, self._serve)
+        await serve_stream(stream, self._serve, self._context)
 
     async def _serve(self, stream: BatchFrames, frame: wire.BatchFrame) -> None:
         if frame.WhichOneof("body") != "adapter":

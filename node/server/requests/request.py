@@ -24,7 +24,7 @@ from ...network.shares import ONE_BY_ONE, Origins, ShareCount
 from ...network.transport.muxed_stream import WINDOW
 from ..budget import BudgetFull, Lease, MemoryBudget
 from ..compute_thread import ComputeThread
-from ..tallies import ServerTallies
+from ..tallies import ChangeSignal, ServerTallies
 from .admission import Hosted, PrefixCache, check_client, check_terms
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ class RequestContext:
         tallies: what is counted.
         prefix_cache: who uses what sessions leave for later ones.
         origins: where clients are.
+        changed: set when free cache or queue depth, which are announced, have changed.
     """
 
     hosted: Hosted
@@ -72,6 +73,7 @@ class RequestContext:
     tallies: ServerTallies = field(default_factory=ServerTallies)
     prefix_cache: PrefixCache = "own"
     origins: Origins = ONE_BY_ONE
+    changed: ChangeSignal = field(default_factory=ChangeSignal)
 
     def refused(self, refusal: Refusal) -> None:
         """Counts what a client was refused, and logs it."""
@@ -133,11 +135,9 @@ class OpenCount:
 
 
 async def serve_stream(
-    stream: MessageStream[F],
-    serve: Callable[[MessageStream[F], F], Awaitable[None]],
-    refused: Callable[[Refusal], None] = lambda refusal: None,
+    stream: MessageStream[F], serve: Callable[[MessageStream[F], F], Awaitable[None]], context: RequestContext
 ) -> None:
-    """Gives `serve` a stream with its first frame; what it refuses is said to the client, and to `refused`.
+    """Gives `serve` a stream with its first frame; what it refuses is counted, and said to the client.
 
     Never raises for anything that the client did.
     """
@@ -146,7 +146,7 @@ async def serve_stream(
         try:
             await serve(stream, frame)
         except Refusal as refusal:
-            refused(refusal)
+            context.refused(refusal)
             await stream.send(type(frame)(error=refusal.to_wire()), timeout=REQUESTS.send)
         await stream.close()
     except PeerError:

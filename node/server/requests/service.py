@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -59,8 +58,7 @@ class RequestService:
     """Serves sessions and batches of one hosted span; anyone's chat goes before batches.
 
     Sessions reserve cache from `cache`, with priority if `payments` are given and taken. Batches have memory of their
-    own. One pass at a time computes within its share for what autograd keeps. `on_change` is called when free cache or
-    queue depth have changed.
+    own. One pass at a time computes within its share for what autograd keeps.
     """
 
     def __init__(
@@ -70,14 +68,12 @@ class RequestService:
         connector: PushConnector,
         adapters: Adapters,
         payments: PriorityPayments | None = None,
-        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.context = context
         self.cache = cache
         self._connector = connector
         self._adapters = adapters
         self._payments = payments
-        self._on_change = on_change
         self._by_key: dict[tuple[str, bytes], ServerSession] = {}
         self._sessions = OpenCount("sessions", SERVICE.most_sessions, context.origins)
         self._batches = OpenCount("batches", SERVICE.most_streams, context.origins)
@@ -108,7 +104,7 @@ class RequestService:
 
     async def handle_session(self, stream: InferenceStream) -> None:
         """One stream from Open or Resume to its end. Never raises for anything that the client did."""
-        await serve_stream(stream, self._serve_session, self.context.refused)
+        await serve_stream(stream, self._serve_session, self.context)
 
     async def _serve_session(self, stream: InferenceStream, frame: wire.InferenceFrame) -> None:
         body = frame.WhichOneof("body")
@@ -131,7 +127,7 @@ class RequestService:
                 )
                 try:
                     self.context.tallies.sessions_opened += 1
-                    self._on_change()
+                    self.context.changed.set()
                     scope = prefix_scope(stream.peer_id, terms.salt, self.context.prefix_cache)
                     shared = None
                     if terms.shares and scope is not None:
@@ -155,7 +151,7 @@ class RequestService:
                     log.info("session %s: over", name, extra={"session": name})
             finally:
                 self._sessions.remove(stream.peer_id)
-                self._on_change()
+                self.context.changed.set()
 
     async def _run(self, session: ServerSession, stream: InferenceStream, opened: wire.Open) -> None:
         key = (stream.peer_id, opened.nonce)
@@ -235,11 +231,11 @@ class RequestService:
 
     async def handle_forward(self, stream: BatchFrames) -> None:
         """One stream of forward passes. Never raises for anything that the client did."""
-        await serve_stream(stream, partial(self._serve_batches, FORWARD), self.context.refused)
+        await serve_stream(stream, partial(self._serve_batches, FORWARD), self.context)
 
     async def handle_backward(self, stream: BatchFrames) -> None:
         """One stream of backward passes. Never raises for anything that the client did."""
-        await serve_stream(stream, partial(self._serve_batches, BACKWARD), self.context.refused)
+        await serve_stream(stream, partial(self._serve_batches, BACKWARD), self.context)
 
     async def _serve_batches(self, protocol: str, stream: BatchFrames, frame: wire.BatchFrame) -> None:
         if frame.WhichOneof("body") != "open":
