@@ -22,7 +22,7 @@ from .engine.tools import tool_form
 from .errors import ApiError, error_object
 from .fields import Fields
 from .http.answers import AnswersResponse
-from .http.bodies import read_asked
+from .http.bodies import read_asked, read_fields
 from .openai.endpoints import embedded
 from .openai.requests import chat_request, chat_text
 from .openai.writers import ChatWriter, Head, TokenText
@@ -256,14 +256,14 @@ class _OllamaEndpoints:
 
     async def pull(self, request: Request) -> Response:
         """What is served is there already; no other model is fetched because a request names it."""
-        fields = await self._fields(request)
+        fields = await read_fields(request, self._core)
         self._core.model(model_name(fields))
         stream = fields.get("stream") is not False
         return Response('{"status":"success"}' + "\n" * stream, media_type=_MEDIA_TYPES[stream])
 
     async def show(self, request: Request) -> Response:
         core = self._core
-        model = core.model(model_name(await self._fields(request)))
+        model = core.model(model_name(await read_fields(request, self._core)))
         config = core.client.model.folder.config
         family = self._family
         capabilities = ["completion", *(["tools"] if tool_form(core.text.template) is not None else [])]
@@ -284,7 +284,7 @@ class _OllamaEndpoints:
         )
 
     async def embed(self, request: Request) -> Response:
-        fields = await self._fields(request)
+        fields = await read_fields(request, self._core)
         fields.refuse(dimensions="a model's hidden states have one size only")
         begun, model = time.perf_counter(), self._core.model(model_name(fields))
         vectors, tokens = await embedded(self._core, request.state.owner, model, fields, "mean")
@@ -318,9 +318,6 @@ class _OllamaEndpoints:
         model = self._core.model(model_name(fields))
         line = {"model": model.name, "created_at": timestamp(), "done": True, "done_reason": "load", **empty}
         return JSONResponse(line)
-
-    async def _fields(self, request: Request) -> Fields:
-        return await read_asked(request, self._core, lambda fields: fields)
 
     @property
     def _family(self) -> str:

@@ -10,8 +10,8 @@ from typing import Final
 from ...crypto.safetensors_header import BadHeader, header_limits, parse_header
 from ...protocols.weights import TreeEntry
 from ..errors import ModelError
+from .checkpoint import MAX_HEADER_BYTES
 
-_HEADER_BYTES: Final = 64 << 20
 _GGUF_VERSION: Final = 3
 _UINT32, _STRING = 4, 8  # kinds of values in GGUF's metadata
 
@@ -30,7 +30,7 @@ def safetensors_header(tensors: Sequence[TreeEntry], keys: Sequence[str]) -> byt
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     try:
-        found = parse_header(text, header_limits(_HEADER_BYTES, len(keys)))
+        found = parse_header(text, header_limits(MAX_HEADER_BYTES, len(keys)))
     except BadHeader as error:
         raise ModelError(f"the model cannot be read: {error}") from None
     if len(found.tensors) != len(tensors):

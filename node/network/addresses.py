@@ -23,6 +23,8 @@ _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 _HOSTS: Final = ("ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr")
 MAX_TEXT: Final = 512
 """Characters of a multiaddr: the longest that are used, circuits with two peer ids and a name, have 380."""
+MAX_ADDRS: Final = 8
+"""Of a peer in the table of Kademlia, and in a record that leads to it."""
 TRANSPORTS: Final = ((), ("ws",), ("tls", "ws"), ("tls", "sni", "ws"), ("wss",))
 """What follows the port: nothing for plain TCP, else WebSocket, all but the first under TLS."""
 _WEBRTC: Final = ("udp", "webrtc-direct", "certhash")

@@ -15,6 +15,7 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import trio
@@ -24,7 +25,7 @@ from multiaddr import Multiaddr
 
 from ...protocols.announcement import BadAnnouncement, SignedAnnouncement, open_announcement
 from ...protocols.ids import DIRECTORY, directory_key
-from .addresses import dialable, dialable_among, without_peer
+from .addresses import MAX_ADDRS, dialable, dialable_among, without_peer
 from .host import Host
 from .kad_messages import record_of
 from .kad_service import KadService
@@ -48,15 +49,23 @@ from .transport.bandwidth import ByteCount
 log = logging.getLogger(__name__)
 
 SHARDS: Final = 8  # of provider records, since a key takes 20 providers
-_REPLICAS: Final = 8
-_VALUES: Final = 3
-"""Valid values of a key after which no more peers are asked."""
-_TIDY_INTERVAL: Final = 60.0
-_TIDY_SLICE: Final = 256  # keys, after which others have their turns
-_REFRESH_INTERVAL: Final = 600.0  # seconds, as the specification has it
-_REFRESH_TIMEOUT: Final = 60.0
-_MAX_ADDRS: Final = 8  # of this node in a provider record
-_START: Final = 20  # connected peers that a look-up begins with, where the table has few
+
+
+@dataclass(frozen=True)
+class TablePolicy:
+    """How the table is asked, and kept."""
+
+    replicas: int = 8
+    values: int = 3
+    """Valid values of a key after which no more peers are asked."""
+    tidy_interval: float = 60.0
+    tidy_slice: int = 256  # keys, after which others have their turns
+    refresh_interval: float = 600.0  # seconds, as the specification has it
+    refresh_timeout: float = 60.0
+    start: int = 20  # connected peers that a look-up begins with, where the table has few
+
+
+TABLE: Final = TablePolicy()
 
 
 class Dht:
@@ -128,7 +137,7 @@ class Dht:
 
     async def provide_key(self, key: bytes, *, timeout: float) -> int:
         """Leaves a record of this node at the peers nearest to a key; returns how many have taken it."""
-        addrs = [str(without_peer(addr)) for addr in self._host.libp2p.get_addrs()][:_MAX_ADDRS]
+        addrs = [str(without_peer(addr)) for addr in self._host.libp2p.get_addrs()][:MAX_ADDRS]
         taken = 0
 
         async def leave(contact: Contact) -> None:
@@ -156,7 +165,7 @@ class Dht:
     def _lookup(self, key: bytes, providers: Iterable[Provider] = ()) -> Lookup:
         start = [peer.contact for peer in self._table.nearest(key)]
         if len(start) < LOOKUP.closest:
-            start += map(self._table.contact, self._host.connected()[:_START])
+            start += map(self._table.contact, self._host.connected()[: TABLE.start])
         own = [Contact(known.peer_id, tuple(map(str, dialable_among(known.addrs)))) for known in providers]
         return Lookup(key, start, self._host.peer_id, self._origin_of, own)
 
@@ -201,7 +210,7 @@ class Dht:
             lookup = self._lookup(find.key)
             await look_up(lookup, lambda contact: self._ask(contact, find, self._value_traffic), timeout=timeout)
             async with trio.open_nursery() as nursery:
-                for contact in lookup.nearest()[:_REPLICAS]:
+                for contact in lookup.nearest()[: TABLE.replicas]:
                     nursery.start_soon(self._ask, contact, put, self._value_traffic)
 
     async def _get(self, key: str, timeout: float) -> Value | None:
@@ -216,7 +225,7 @@ class Dht:
                 if answer is not None and answer.value is not None:
                     with contextlib.suppress(BadAnnouncement):
                         found.append(await open_value(key, answer.value, time.time()))
-                        if len(found) - (held is not None) >= _VALUES:
+                        if len(found) - (held is not None) >= TABLE.values:
                             enough.cancel()
                 return answer
 
@@ -228,22 +237,22 @@ class Dht:
     async def tidy_forever(self) -> None:
         """Drops what has expired."""
         while True:
-            await trio.sleep(_TIDY_INTERVAL)
+            await trio.sleep(TABLE.tidy_interval)
             for store in (self._values, self._providers):
                 for number, _ in enumerate(store.drop_expired(), 1):
-                    if number % _TIDY_SLICE == 0:
+                    if number % TABLE.tidy_slice == 0:
                         await trio.lowlevel.checkpoint()
 
     async def refresh_forever(self) -> None:
         """Looks up this node itself and any other key now and then. So the table has peers who are there."""
         while True:
-            await trio.sleep(_REFRESH_INTERVAL * random.uniform(0.9, 1.0))
+            await trio.sleep(TABLE.refresh_interval * random.uniform(0.9, 1.0))
             for key in (ID.from_string(self._host.peer_id).to_bytes(), os.urandom(32)):
                 find = Message(type=Message.FIND_NODE, key=key)
                 await look_up(
                     self._lookup(key),
                     functools.partial(self._ask, question=find, traffic=self._value_traffic),
-                    timeout=_REFRESH_TIMEOUT,
+                    timeout=TABLE.refresh_timeout,
                 )
 
 

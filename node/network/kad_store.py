@@ -27,6 +27,7 @@ from ...protocols.announcement import (
     open_announcement,
     open_signed,
 )
+from .addresses import MAX_ADDRS
 from .shares import AddressShares, Origins
 from .transport.memory import own_budgets
 
@@ -34,7 +35,6 @@ LIFETIME: Final = 9000.0
 """Seconds that a record is kept: three times as long as servers wait at most before they provide again."""
 MAX_RECORDS: Final = 16_384
 MAX_OF_KEY: Final = 20
-_MAX_ADDRS: Final = 8
 _MAX_ADDR_BYTES: Final = 1024  # of a record
 
 
@@ -74,7 +74,7 @@ class FairProviderStore:
         """Keeps a record that the provider itself has sent; replaces the one that it has sent before."""
         kept: list[bytes] = []
         for addr in addrs:
-            if len(kept) < _MAX_ADDRS and len(addr) + sum(map(len, kept)) <= _MAX_ADDR_BYTES:
+            if len(kept) < MAX_ADDRS and len(addr) + sum(map(len, kept)) <= _MAX_ADDR_BYTES:
                 kept.append(addr)
         held = self._providers.setdefault(key, {})
         is_new = peer_id not in held

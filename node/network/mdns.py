@@ -13,6 +13,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,14 +31,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_TICK: Final = 10.0  # seconds between two looks at this machine's addresses
-_RETRY: Final = 30.0  # seconds until it is tried again where it did not work
-_READ: Final = 2.0  # seconds for the record of one name
-_READERS: Final = 4  # names looked up side by side
-_MAX_NAMES: Final = 64  # waiting to be looked up
-_MAX_ADDRS: Final = 8  # announced, and taken from one record
-_MAX_TEXT: Final = 255  # bytes of one string in a TXT record
-_CLOSING: Final = 2.0
+
+@dataclass(frozen=True)
+class MdnsPolicy:
+    """How often a node looks around, and what it takes from strangers nearby."""
+
+    tick: float = 10.0  # seconds between two looks at this machine's addresses
+    retry: float = 30.0  # seconds until it is tried again where it did not work
+    read: float = 2.0  # seconds for the record of one name
+    readers: int = 4  # names looked up side by side
+    max_names: int = 64  # waiting to be looked up
+    max_addrs: int = 8  # announced, and taken from one record
+    max_text: int = 255  # bytes of one string in a TXT record
+    closing: float = 2.0
+
+
+MDNS: Final = MdnsPolicy()
 
 _APART: Final = b"swarm=named"
 """In the record of a node that was told its swarm: who is in another one has no business with it."""
@@ -59,20 +68,20 @@ def announceable(addrs: Iterable[str]) -> list[str]:
         host = None if is_circuit(addr) or is_webrtc(addr) else ip_of(addr)
         if host is not None and not host.is_loopback and any(host in network for network in networks):
             found.append(str(addr))
-    return found[:_MAX_ADDRS]
+    return found[: MDNS.max_addrs]
 
 
 def txt_record(addrs: Sequence[str], apart: bool = False) -> bytes:
     """The TXT record of a node with these addresses, /p2p included. `apart`: it was told its swarm."""
     texts = [*([_APART] if apart else []), *(f"dnsaddr={addr}".encode() for addr in addrs)]
-    return b"".join(bytes([len(text)]) + text for text in texts if len(text) <= _MAX_TEXT)
+    return b"".join(bytes([len(text)]) + text for text in texts if len(text) <= MDNS.max_text)
 
 
 def read_txt(record: bytes) -> dict[str, list[str]]:
     """The peers in a TXT record: peer id -> addresses without /p2p. What is of no use is left out."""
     peers: dict[str, list[str]] = {}
     for text in _texts(record):
-        if sum(map(len, peers.values())) >= _MAX_ADDRS:
+        if sum(map(len, peers.values())) >= MDNS.max_addrs:
             break
         key, _, value = text.partition(b"=")
         if key.lower() != b"dnsaddr":
@@ -158,7 +167,7 @@ class _Radio:
 
     def read(self, name: str) -> bytes:
         """The TXT record of an instance of the service; empty if there is none."""
-        info = self._zeroconf.get_service_info(self._service, name, timeout=int(_READ * 1000))
+        info = self._zeroconf.get_service_info(self._service, name, timeout=int(MDNS.read * 1000))
         return b"" if info is None else info.text or b""
 
     def close(self) -> None:
@@ -184,14 +193,14 @@ async def run_mdns(service: str, host: Host, found: Found, asked: trio.Event, ap
         except Exception as error:  # zeroconf's own kinds, and the system's
             log.debug("no mDNS on %s: %r", ", ".join(interfaces), error)
         asked.set()
-        await trio.sleep(_RETRY)
+        await trio.sleep(MDNS.retry)
 
 
 class _Names:
     """Names of instances on their way from zeroconf's thread to ours. Bounded: a flood drops the oldest."""
 
     def __init__(self) -> None:
-        self._waiting: deque[str] = deque(maxlen=_MAX_NAMES)
+        self._waiting: deque[str] = deque(maxlen=MDNS.max_names)
         self._token = trio.lowlevel.current_trio_token()
         self._some = trio.Event()
 
@@ -223,13 +232,13 @@ async def _open(interfaces: list[str], service: str, apart: bool) -> AsyncIterat
     try:
         yield radio, names
     finally:
-        with trio.CancelScope(deadline=trio.current_time() + _CLOSING, shield=True):
+        with trio.CancelScope(deadline=trio.current_time() + MDNS.closing, shield=True):
             await trio.to_thread.run_sync(radio.close, abandon_on_cancel=True)
 
 
 async def _use(radio: _Radio, names: _Names, interfaces: list[str], host: Host, found: Found) -> None:
     """Announces and listens until the interfaces change."""
-    limiter = trio.CapacityLimiter(_READERS)
+    limiter = trio.CapacityLimiter(MDNS.readers)
 
     async def look_up(name: str) -> None:
         try:
@@ -256,5 +265,5 @@ async def _use(radio: _Radio, names: _Names, interfaces: list[str], host: Host, 
             if current != announced:
                 await trio.to_thread.run_sync(partial(radio.announce, current), abandon_on_cancel=True)
                 announced = current
-            await trio.sleep(_TICK)
+            await trio.sleep(MDNS.tick)
         nursery.cancel_scope.cancel()

@@ -18,7 +18,7 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStoreError
 from multiaddr import Multiaddr
 
-from .addresses import without_peer
+from .addresses import MAX_ADDRS, without_peer
 from .host import Host
 from .kad_messages import KAD
 from .provider_lookup import Contact, claimed_origins, distance, nearest_around
@@ -27,7 +27,6 @@ BUCKET_SIZE: Final = 20
 NAMED: Final = 20
 """Peers to name to who asks."""
 _LOOKED_AT: Final = 64  # peers, to name some of them
-_MAX_ADDRS: Final = 8  # of a peer
 _FRESH: Final = 60.0  # seconds for which it is not looked up again where a peer is
 _ADDRESS_LIFETIME: Final = 9000  # seconds that the peerstore knows where a peer is
 
@@ -121,7 +120,7 @@ class RoutingTable:
         """Where a peer is, as far as it is known."""
         with contextlib.suppress(PeerStoreError):
             addrs = self._peerstore.addrs(ID.from_string(peer_id))
-            return Contact(peer_id, tuple(str(without_peer(addr)) for addr in addrs[-_MAX_ADDRS:]))
+            return Contact(peer_id, tuple(str(without_peer(addr)) for addr in addrs[-MAX_ADDRS:]))
         return Contact(peer_id)
 
     def remove(self, peer_id: str) -> None:

@@ -64,10 +64,6 @@ class Origin:
         return Origin((*others, source)[-VIEW.max_sources :], self.since, source if met else self.met)
 
 
-def nobody(_peer_id: str) -> bool:
-    return False
-
-
 class ModelRecords:
     """The records of one model version, never changed once made; what is asked of them is worked out once."""
 
@@ -133,7 +129,7 @@ class SwarmView:
         *,
         source: str = "",
         met: bool = False,
-        keep: Callable[[str], bool] = nobody,
+        keep: Callable[[str], bool] = lambda peer_id: False,
     ) -> SwarmView:
         """The view with these announcements, already checked by `open_signed`, and without expired ones. They came from
         `source`; `met` says that it was the server itself that sent its own.
@@ -267,7 +263,7 @@ def chosen(
     records: Mapping[str, SignedAnnouncement],
     origins: Mapping[str, Origin],
     most: int,
-    keep: Callable[[str], bool] = nobody,
+    keep: Callable[[str], bool] = lambda peer_id: False,
 ) -> set[str]:
     """The peers of the records that stay where there is room for `most`.
 

@@ -186,7 +186,7 @@ class SimulatedText:
         self, answer: Answering, hidden: list[WireTensor], count: int, steps: int = 0
     ) -> tuple[float, int, torch.Tensor]:
         await trio.lowlevel.checkpoint()
-        return 0.0, *answer.first(cast(torch.Tensor, [0] * count))
+        return 0.0, answer.sampler.next(answer.tokens, torch.empty(0)), cast(torch.Tensor, [0] * (count - 1))
 
     def compute_seconds(self) -> Sequence[float]:
         return self.chain.compute

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from ipaddress import ip_network
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -91,7 +92,7 @@ def test_neighbour_is_told_until_it_has_no_addresses(monkeypatch: pytest.MonkeyP
             assert listener.read(names[-1]) == txt_record([addr], True)
         heard = list(names)
         neighbour.announce([])
-        monkeypatch.setattr(mdns, "_READ", 0.1)
+        monkeypatch.setattr(mdns, "MDNS", replace(mdns.MDNS, read=0.1))
         for name in heard:  # the first when it had another address
             while listener.read(name):
                 time.sleep(0.05)

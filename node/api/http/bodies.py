@@ -34,6 +34,10 @@ async def read_asked(request: Request, core: Core, parse: Callable[[Fields], T])
         return await trio.to_thread.run_sync(lambda: parse(parse_object(body, limit)))
 
 
+async def read_fields(request: Request, core: Core) -> Fields:
+    return await read_asked(request, core, lambda fields: fields)
+
+
 async def read_body(request: Request, limit: int) -> bytes:
     """
     Raises:

@@ -32,7 +32,7 @@ from ..engine.preparing import chat_prompt, prepare_chat, prepare_completion, te
 from ..errors import ApiError
 from ..fields import Fields
 from ..http.answers import AnswersResponse, page
-from ..http.bodies import read_asked
+from ..http.bodies import read_asked, read_fields
 from ..parts import session_options
 from .requests import parse_chat, parse_completion
 from .responses import Message, ResponseRequest, ResponseWriter, parse_response
@@ -277,7 +277,7 @@ class _OpenAIEndpoints:
         return Head(wanted.model.name, prefix, f"fp_{self._core.client.model.version.hex()[:10]}")
 
     async def embeddings(self, request: Request) -> Response:
-        fields = await self._fields(request)
+        fields = await read_fields(request, self._core)
         fields.refuse(dimensions="a model's hidden states have one size only")
         core, model = self._core, self._core.model(fields.text("model", ""))
         form = fields.one_of("encoding_format", ("float", "base64"), "float")
@@ -292,7 +292,7 @@ class _OpenAIEndpoints:
 
     async def hidden_states(self, request: Request) -> Response:
         """Outputs of chosen blocks for one text, as a file of safetensors."""
-        core, fields = self._core, await self._fields(request)
+        core, fields = self._core, await read_fields(request, self._core)
         model, options = core.model(fields.text("model", "")), session_options(fields)
         blocks = _blocks(fields, core.client.model.num_blocks)
         prompts = await _inputs(core, fields, model)
@@ -331,9 +331,6 @@ class _OpenAIEndpoints:
         name, replies = self._replies(request)
         tokens = request.query_params.get("tokens") == "true"
         return JSONResponse(await trio.to_thread.run_sync(partial(to_json, name, replies, tokens=tokens)))
-
-    async def _fields(self, request: Request) -> Fields:
-        return await read_asked(request, self._core, lambda fields: fields)
 
 
 async def embedded(

@@ -36,12 +36,11 @@ _HELD_TOLERANCE: Final = 1e-2
 """The same where keys and values are held in fewer bits, which a last bit of float32 may decide: of few values, and by
 little. What attends to other tokens differs by tens of percent."""
 _ROUNDED_TOLERANCE: Final = 6e-2
-"""The same of one block where activations are rounded to eight bits, which a last bit of float32 may decide. Over many
-blocks such differences grow to that of the roundings themselves."""
+"""The same of one block where activations are rounded to eight bits, which a last bit of float32 may decide, or of a
+ragged step. Over many blocks such differences grow to that of the roundings themselves."""
 # Largest relative rms difference between a ragged step and separate ones. Kernels differ in the last bits; a
 # wrong mask or position differs by tens of percent.
 _RAGGED_TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-_QUANTISED_TOLERANCE: Final = 6e-2  # inputs are rounded to few bits, so a last bit may change the eighth
 _WORTH: Final = 0.95  # of the time that torch needs: less is noise
 _SAMPLE_BYTES: Final = 128 << 20
 _MANY: Final = 8
@@ -297,7 +296,7 @@ def _agrees(span: Decoder, part: Span) -> bool:
         return False
     finally:
         span.supports_ragged = False
-    tolerance = _RAGGED_TOLERANCE[span.dtype] if span.numerics == Numerics() else _QUANTISED_TOLERANCE
+    tolerance = _RAGGED_TOLERANCE[span.dtype] if span.numerics == Numerics() else _ROUNDED_TOLERANCE
     for (hidden, cache), ragged in zip(sessions, together, strict=True):
         cache.rollback(cache.max_length - 1)
         single = span.forward(hidden, cache)

@@ -145,7 +145,7 @@ async def _serve_page(
     """Serves the page and the API until cancelled."""
     from .api import admission_of, api_in
 
-    on_ready = _open_aside if page.opens and has_screen(sys.platform, os.environ) else _leave_closed
+    on_ready = _open_aside if page.opens and has_screen(sys.platform, os.environ) else lambda url: None
     await api_in(swarm, folder, options, admission_of(options), output, listeners, swarm.addrs[:1], on_ready)
 
 
@@ -154,10 +154,6 @@ def has_screen(platform: str, environment: Mapping[str, str]) -> bool:
     if platform in ("win32", "cygwin", "darwin"):
         return not environment.get("SSH_CONNECTION")
     return bool(environment.get("DISPLAY") or environment.get("WAYLAND_DISPLAY") or environment.get("WSL_DISTRO_NAME"))
-
-
-def _leave_closed(url: str) -> None:
-    pass
 
 
 def _open_aside(url: str) -> None:

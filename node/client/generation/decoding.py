@@ -278,7 +278,7 @@ class Decoding:
     def _first(self, answer: Answering, hidden: list[WireTensor], count: int) -> tuple[float, int, torch.Tensor]:
         begun = time.perf_counter()
         logits = self.embedding.model.head(from_chunks(hidden)[:, -count:])[0]
-        return time.perf_counter() - begun, *answer.first(logits)
+        return time.perf_counter() - begun, answer.sampler.next(answer.tokens, logits[0]), logits[1:]
 
     def compute_seconds(self) -> Sequence[float]:
         """As `DraftedText.compute_seconds`."""

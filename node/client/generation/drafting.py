@@ -41,7 +41,8 @@ class DraftPolicy:
     """What decides whether a draft is worth asking about.
 
     Attributes:
-        long_match: tokens from which on a match is no coincidence: its first draft may be twice as long as itself.
+        long_match: tokens from which on a match is no coincidence: its first draft may be twice as long as itself, and
+            it says more than that the text went on as before behind a wrong token.
         sure_match, sure_share: this share of right drafts after matches this long needs no draft model in its place.
         sure: drafted tokens for which the first guess of a chance counts.
         remembered: what an observation still counts for after one more.
@@ -80,7 +81,7 @@ class DraftPolicy:
     deepest_debt: float = 1.0
 
 
-_POLICY: Final = DraftPolicy()
+DRAFTING: Final = DraftPolicy()
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class _Chance:
     No `Estimate`: it counts successes, of which the first guess weighs as much as some tokens, and no seconds."""
 
     right: float
-    tried: float = _POLICY.sure
+    tried: float = DRAFTING.sure
     seen: int = 0
     rest: int = 0
     breaks: int = 0
@@ -136,18 +137,18 @@ class _Chance:
 
     def note(self, is_right: bool) -> None:
         """Of one more token."""
-        self.right = _POLICY.remembered * self.right + is_right
-        self.tried = _POLICY.remembered * self.tried + 1
+        self.right = DRAFTING.remembered * self.right + is_right
+        self.tried = DRAFTING.remembered * self.tried + 1
         self.seen += 1
 
     def pause(self, first: int) -> None:
         """For `first` steps, and twice as long each time."""
         self.breaks += 1
-        self.rest = min(_POLICY.longest_break, first << min(self.breaks - 1, 8))
+        self.rest = min(DRAFTING.longest_break, first << min(self.breaks - 1, 8))
 
 
 def _first_chances() -> dict[int, _Chance]:
-    return {kind: _Chance(share * _POLICY.sure) for kind, share in zip(_KINDS, _FIRST_CHANCES, strict=True)}
+    return {kind: _Chance(share * DRAFTING.sure) for kind, share in zip(_KINDS, _FIRST_CHANCES, strict=True)}
 
 
 def kind_of(match: int) -> int:
@@ -176,7 +177,7 @@ class DraftPlan:
     deepest: int = 1
     cost: LineEstimate = field(default_factory=LineEstimate)
     speed: PipelineSpeed | None = None
-    budget: float = _POLICY.first_budget
+    budget: float = DRAFTING.first_budget
     model_budget: float | None = None
     sharing: int = 1
     fixed: FixedDrafts | None = None
@@ -200,7 +201,7 @@ class DraftPlan:
                 continue
             longest = min(most, len(draft.tokens))
             if self.speed is None:
-                longest = min(longest, 2 * max(self.deepest, draft.match if draft.match >= _POLICY.long_match else 1))
+                longest = min(longest, 2 * max(self.deepest, draft.match if draft.match >= DRAFTING.long_match else 1))
             depth = self.depth(draft.match, longest)
             if not depth and chance.breaks:
                 depth = min(1, longest)  # its break is over
@@ -217,11 +218,11 @@ class DraftPlan:
     def _best(self, match: int, most: int) -> tuple[int, float]:
         """(how many tokens to draft after a match, tokens a second then): each that is right makes the match longer,
         and the next one likelier."""
-        best, found = _POLICY.least_gain / self._seconds(1), 0
+        best, found = DRAFTING.least_gain / self._seconds(1), 0
         tokens, likely = 1.0, 1.0
         for depth in range(1, most + 1):
             likely *= self._chances[kind_of(match + depth - 1 if match > REALIGNED else match)].share
-            if likely < _POLICY.least_likely:
+            if likely < DRAFTING.least_likely:
                 break
             tokens += likely
             rate = tokens / self._seconds(1 + depth)
@@ -239,7 +240,7 @@ class DraftPlan:
         if self.fixed is not None:
             return min(most, self.fixed.guessed) if self.speed is not None else 0
         if self.model_budget is None:
-            self.model_budget = _POLICY.first_budget / 2
+            self.model_budget = DRAFTING.first_budget / 2
             self.budget -= self.model_budget
         chance, speed = self._chances[BY_MODEL], self.speed
         if speed is None or not speed.is_known or chance.rest or most < 1:
@@ -247,10 +248,10 @@ class DraftPlan:
         depth, rate = self._model_rate(most)
         while depth and not self._affords(1 + depth, speed.model_step(), by_model=True):
             depth, rate = self._model_rate(depth // 2) if depth > 1 else (0, rate)
-        if depth and rate * speed.alone < _POLICY.least_gain:
+        if depth and rate * speed.alone < DRAFTING.least_gain:
             if chance.due:
                 return 1
-            chance.pause(_POLICY.first_model_break)
+            chance.pause(DRAFTING.first_model_break)
             chance.due, speed.guesses = True, Estimate()  # it may have been something else that kept it
             return 0
         return depth
@@ -260,7 +261,7 @@ class DraftPlan:
         share, speed = self._chances[BY_MODEL].share, self.speed
         assert speed is not None
         depth = 1
-        while depth < most and share ** (depth + 1) >= _POLICY.least_used:
+        while depth < most and share ** (depth + 1) >= DRAFTING.least_used:
             depth += 1
         tokens = expected_tokens(share, depth)
         paced = max(speed.guesses.value, speed.stage.of(2) - speed.stage.of(1))
@@ -270,10 +271,10 @@ class DraftPlan:
         """Whether checking it brings more tokens a second than a draft model's guesses, or nearly none is wrong. It
         takes no time of this machine. A short match has to have shown that: most texts have some that mean nothing."""
         chance = self._chances[kind_of(draft.match)]
-        sure = draft.match >= _POLICY.sure_match and chance.share >= _POLICY.sure_share
+        sure = draft.match >= DRAFTING.sure_match and chance.share >= DRAFTING.sure_share
         if sure or self.speed is None or not self.speed.is_known:
             return True
-        if chance.seen < _POLICY.sure:
+        if chance.seen < DRAFTING.sure:
             return False
         most = len(draft.tokens)
         return self._best(draft.match, most)[1] >= self._model_rate(most)[1]
@@ -301,7 +302,7 @@ class DraftPlan:
         """`tokens` tokens were answered, `gained` seconds sooner than without drafts of the text or of a model. Only
         once a step was noted."""
         alone = self._seconds(1)
-        allowed, won = _POLICY.allowed_loss * tokens, gained / alone if alone > 0 else 0.0
+        allowed, won = DRAFTING.allowed_loss * tokens, gained / alone if alone > 0 else 0.0
         if self.model_budget is not None:
             allowed /= 2
             self.model_budget = _within(self.model_budget + allowed + by_model * won)
@@ -335,7 +336,7 @@ class DraftPlan:
         if accepted:
             first.breaks = 0
         elif match != BY_MODEL and self.cost.is_known and not self.depth(match, drafted):
-            first.pause(_POLICY.first_break)
+            first.pause(DRAFTING.first_break)
 
     def note_seen(self, match: int, drafted: int, accepted: int) -> None:
         """The same of tokens that nobody was asked about, but that have been answered."""
@@ -343,17 +344,17 @@ class DraftPlan:
         for index in range(min(drafted, accepted + 1)):
             self._chances[kind_of(match + index if match > REALIGNED else match)].note(index < accepted)
         if self.speed is not None:
-            self.speed.sure = self._chances[BY_MODEL].share >= _POLICY.sure_model
+            self.speed.sure = self._chances[BY_MODEL].share >= DRAFTING.sure_model
 
     def note_guess(self, seconds: float, read: int = 1) -> None:
         """A draft model has read `read` tokens and guessed the next one."""
         self._chances[BY_MODEL].due = False
         if self.speed is not None:
-            self.speed.guesses.note(seconds / (1 + _POLICY.reading * (read - 1)))
+            self.speed.guesses.note(seconds / (1 + DRAFTING.reading * (read - 1)))
 
 
 def _within(budget: float) -> float:
-    return min(max(budget, -_POLICY.deepest_debt), _POLICY.largest_budget)
+    return min(max(budget, -DRAFTING.deepest_debt), DRAFTING.largest_budget)
 
 
 @dataclass
@@ -402,7 +403,7 @@ class PipelineSpeed:
 
     def model_step(self) -> int:
         """Guesses of a draft model that are sent together: no more steps than the servers can do meanwhile."""
-        steps = _POLICY.sure_model_steps if self.sure else _POLICY.model_steps
+        steps = DRAFTING.sure_model_steps if self.sure else DRAFTING.model_steps
         pause, size, guess = self.alone / steps, 1, self.guesses.value
         while guess and size < _STEP_SIZES[-1] and size * guess < max(pause, self.stage.of(size)):
             size += 1

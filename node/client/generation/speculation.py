@@ -19,11 +19,9 @@ from ..session.prefixes import common_prefix
 from ..session.session import ClientSession
 from ..session.step import UNWATCHED_BYTES
 from .draft_model import Ahead, DraftReader, HiddenReader, ModelDrafter
-from .drafting import BY_MODEL, REALIGNED, Draft, DraftPlan, LookupDrafter, PipelineSpeed
+from .drafting import BY_MODEL, DRAFTING, REALIGNED, Draft, DraftPlan, LookupDrafter, PipelineSpeed
 from .sampling import Token, TokenSampler
 
-_LONG: Final = 4
-"""From this number of tokens on, a match says more than that the text went on as before behind a wrong token."""
 _EIGHT_TOKENS: Final = (8, 3.7)
 """Times as long as one of one token that a step of eight is taken to be before any was seen, as by the kernels."""
 
@@ -65,13 +63,9 @@ class Answering:
         self.tokens.append(token)
         self.on_token(token)
 
-    def first(self, logits: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """The next token, from logits [1 + guesses, vocabulary], and those of the tokens behind it. For any thread."""
-        return self.sampler.next(self.tokens, logits[0]), logits[1:]
-
     async def check(self, token: int, rows: torch.Tensor, guesses: Sequence[int]) -> list[int]:
-        """The next tokens, of which `first` has given one: as many as were guessed right, and one more. They are taken
-        as they are chosen, which may end the answer."""
+        """The next tokens, this one first: as many as were guessed right, and one more. They are taken as they are
+        chosen, which may end the answer."""
         chosen: list[int] = []
         for row, guess in zip((*rows, None), (*guesses, None), strict=True):
             chosen.append(token)
@@ -103,7 +97,7 @@ class DraftedText(Protocol):
     async def first(
         self, answer: Answering, hidden: list[WireTensor], count: int, steps: int = 0
     ) -> tuple[float, int, torch.Tensor]:
-        """Seconds for the logits of the last `count` tokens, and what `Answering.first` makes of them."""
+        """Seconds for the logits of the last `count` tokens, the token that the first ones choose, and the others."""
 
     def compute_seconds(self) -> Sequence[float]:
         """Of the last step, of each server."""
@@ -277,7 +271,7 @@ class Speculation:
         match = draft.match + right if draft.match > REALIGNED else right
         place = draft.place + right
         if right < len(guessed):
-            match, place = REALIGNED if match >= _LONG else 0, place + 1
+            match, place = REALIGNED if match >= DRAFTING.long_match else 0, place + 1
         self._draft = Draft((), match, place)
 
     def _note_found(self, chosen: Sequence[int]) -> None:
@@ -309,7 +303,7 @@ class Speculation:
         if goes_on and self._by_model:
             said = tuple(self.line[len(tokens) :])
             found = [draft for draft in self.lookup.matches(tokens) if draft.tokens[: len(said)] == said]
-            yield from (draft for draft in found if draft.match > _LONG and self.plan.beats_model(draft))
+            yield from (draft for draft in found if draft.match > DRAFTING.long_match and self.plan.beats_model(draft))
             return
         known = before.match and 0 < before.place < len(tokens)
         if known and (goes_on or before.match > REALIGNED):
@@ -317,7 +311,7 @@ class Speculation:
         if goes_on:
             return
         found = list(self.lookup.matches(tokens))
-        long = [draft for draft in found if draft.match >= _LONG]
+        long = [draft for draft in found if draft.match >= DRAFTING.long_match]
         realigned = [self.lookup.follow(tokens, before.place, REALIGNED)] if known and before.match == REALIGNED else []
         for draft in (*long, *realigned, *found[len(long) :]):
             if not guesses or self.plan.beats_model(draft):

@@ -48,13 +48,21 @@ from .upnp import Upnp
 
 log = logging.getLogger(__name__)
 
-_WANTED: Final = 2  # reservations
-_MAX_OBSERVERS: Final = 64  # peers to choose from whom to ask about ourselves
-_ASK_NODES: Final = 4  # peers asked side by side whether they relay
-_ASK_PAUSE: Final = 5.0  # seconds between two rounds of that
-_ASK_AGAIN: Final = 15.0  # seconds after which a peer is asked again
-_ANSWER: Final = 4.0  # seconds
-_OFFER_LASTS: Final = 600.0  # seconds
+
+@dataclass(frozen=True)
+class NatPolicy:
+    """Whom a node asks to be reachable, and how often."""
+
+    wanted: int = 2  # reservations
+    max_observers: int = 64  # peers to choose from whom to ask about ourselves
+    ask_nodes: int = 4  # peers asked side by side whether they relay
+    ask_pause: float = 5.0  # seconds between two rounds of that
+    ask_again: float = 15.0  # seconds after which a peer is asked again
+    answer: float = 4.0  # seconds
+    offer_lasts: float = 600.0  # seconds
+
+
+NAT: Final = NatPolicy()
 
 
 class ServerDirectory(Protocol):
@@ -128,7 +136,7 @@ class NatManager:
         self._dial_backs = DialBackService(host)
         self._observed = ObservedAddresses(host, self)
         self._hole_puncher = HolePuncher(host, nursery, self)
-        self._reservations = Reservations(host, self.circuits, self, wanted=1 if self._only_relay else _WANTED)
+        self._reservations = Reservations(host, self.circuits, self, wanted=1 if self._only_relay else NAT.wanted)
         host.on_connected(self._on_connected)
 
     def start(self) -> None:
@@ -169,7 +177,7 @@ class NatManager:
         """Whom to ask, in the order of our trust. Our NAT lets those in to whom we punched, which says nothing."""
         first = dict.fromkeys(parse_peer(peer)[0] for peer in self._config.peers)
         peers = [peer for peer in self._host.connected() if peer not in self._hole_puncher.punched]
-        return sorted(peers, key=lambda peer: peer not in first)[:_MAX_OBSERVERS]
+        return sorted(peers, key=lambda peer: peer not in first)[: NAT.max_observers]
 
     def autonat_of(self, peer_id: str, protocols: Sequence[str]) -> str | None:
         """Nodes of petalnode are asked by the first version, others by the second, which proves more, if they have it.
@@ -271,23 +279,23 @@ class NatManager:
     async def _find_relays(self) -> None:
         """Asks connected peers whether they relay, as long as reservations are missing."""
         while True:
-            if needs_relays(self._inputs) and len(self._inputs.circuits) < _WANTED and not self._only_relay:
+            if needs_relays(self._inputs) and len(self._inputs.circuits) < NAT.wanted and not self._only_relay:
                 now = trio.current_time()
                 known = {candidate.peer_id for candidate in self.relay_candidates()}
                 peers = [peer for peer in self._host.connected() if peer not in known and self._host.is_direct(peer)]
-                due = [peer for peer in peers if now - self._asked.get(peer, -_ASK_AGAIN) >= _ASK_AGAIN]
-                self._asked = {peer: when for peer, when in self._asked.items() if now - when < _ASK_AGAIN}
-                self._offers = {peer: when for peer, when in self._offers.items() if now - when < _OFFER_LASTS}
+                due = [peer for peer in peers if now - self._asked.get(peer, -NAT.ask_again) >= NAT.ask_again]
+                self._asked = {peer: when for peer, when in self._asked.items() if now - when < NAT.ask_again}
+                self._offers = {peer: when for peer, when in self._offers.items() if now - when < NAT.offer_lasts}
                 async with trio.open_nursery() as nursery:
-                    for peer in due[:_ASK_NODES]:
+                    for peer in due[: NAT.ask_nodes]:
                         self._asked[peer] = now
                         nursery.start_soon(self._ask_node, peer)
                 self._reservations.wake()  # announcements may name others
-            await trio.sleep(_ASK_PAUSE)
+            await trio.sleep(NAT.ask_pause)
 
     async def _ask_node(self, peer_id: str) -> None:
         try:
-            info = await self._directory.ask_node(peer_id, timeout=_ANSWER)
+            info = await self._directory.ask_node(peer_id, timeout=NAT.answer)
         except PeerError as error:
             log.debug("%s", error)
             return

@@ -47,13 +47,21 @@ from ..transport.stream_bytes import Connection, StreamBytes
 
 log = logging.getLogger(__name__)
 
-_ASKING: Final = 5.0  # seconds for a peer to say what it wants, and to read our answer
-_STOPPING: Final = 5.0  # seconds for the target's answer
-_WINDOW: Final = 1024 * 1024  # bytes of a circuit that we hold, each way, for a peer that does not read
-_LINGER: Final = 20.0  # seconds without a byte that a circuit lasts after one side has closed its direction
-_LEAST_TO: Final = 2  # circuits to one peer that an address may have as long as there are any
-_FAREWELL: Final = 2.0  # seconds for the other side to take what a side said before it was lost
-_ADDRS_ROOM: Final = 2048  # bytes of addresses in an answer, which may have 4096 in all
+
+@dataclass(frozen=True)
+class RelayPolicy:
+    """How long a relay waits for those whose circuits it makes, and what it holds for them."""
+
+    asking: float = 5.0  # seconds for a peer to say what it wants, and to read our answer
+    stopping: float = 5.0  # seconds for the target's answer
+    window: int = 1024 * 1024  # bytes of a circuit that we hold, each way, for a peer that does not read
+    linger: float = 20.0  # seconds without a byte that a circuit lasts after one side has closed its direction
+    least_to: int = 2  # circuits to one peer that an address may have as long as there are any
+    farewell: float = 2.0  # seconds for the other side to take what a side said before it was lost
+    addrs_room: int = 2048  # bytes of addresses in an answer, which may have 4096 in all
+
+
+RELAY: Final = RelayPolicy()
 
 HOUR: Final = 3600
 MIB: Final = 1024 * 1024
@@ -110,7 +118,9 @@ def admit_circuit(load: RelayLoad, limits: RelayLimits) -> Status:
         load.circuits_of_peer < limits.circuits_per_peer
         and load.circuits_of_address < limits.circuits_per_address
         and may_have_more(load.circuits_of_address, load.circuits, limits.circuits, LIMITS.least_of_address)
-        and may_have_more(load.circuits_of_address_to_peer, load.circuits_to_peer, limits.circuits_to_peer, _LEAST_TO)
+        and may_have_more(
+            load.circuits_of_address_to_peer, load.circuits_to_peer, limits.circuits_to_peer, RELAY.least_to
+        )
     )
     return pb.OK if free else pb.RESOURCE_LIMIT_EXCEEDED
 
@@ -243,7 +253,7 @@ class RelayService:
     async def _serve(self, raw: StreamBytes, peer_id: str) -> None:
         stream = DelimitedStream(raw, peer_id)
         try:
-            request = await receive_hop(stream, timeout=_ASKING)
+            request = await receive_hop(stream, timeout=RELAY.asking)
             if not raw.path.direct:
                 await self._refuse(stream, pb.PERMISSION_DENIED)
             elif request.target is None:
@@ -256,7 +266,7 @@ class RelayService:
 
     async def _refuse(self, stream: DelimitedStream, status: Status) -> None:
         self._refused += 1
-        await answer_refused(stream, status, timeout=_ASKING)
+        await answer_refused(stream, status, timeout=RELAY.asking)
         await stream.close()
 
     # --- reservations
@@ -272,11 +282,11 @@ class RelayService:
         self._reservations[peer_id] = _GrantedReservation(connection, expires, _origin(raw))
         self._suspect_older(peer_id, connection)
         addrs = [Multiaddr(addr) for addr in self._host.addrs()]
-        own = binary_addrs([addr.to_bytes() for addr in addrs if not is_circuit(addr)], _ADDRS_ROOM)
+        own = binary_addrs([addr.to_bytes() for addr in addrs if not is_circuit(addr)], RELAY.addrs_room)
         payload = voucher_payload(self._host.peer_id, peer_id, expires)
         voucher = self._host.sign_envelope(VOUCHER_DOMAIN, VOUCHER_TYPE, payload)
         terms = Terms(expires, own, voucher, self._circuit_limit())
-        await answer_reserved(stream, terms, timeout=_ASKING)
+        await answer_reserved(stream, terms, timeout=RELAY.asking)
         await stream.close()
 
     def _suspect_older(self, peer_id: str, connection: Connection) -> None:
@@ -338,9 +348,9 @@ class RelayService:
             await self._refuse(stream, pb.CONNECTION_FAILED)
             return
         try:
-            await answer_connected(stream, self._circuit_limit(), timeout=_ASKING)
+            await answer_connected(stream, self._circuit_limit(), timeout=RELAY.asking)
             self._made += 1
-            raw.grant(_WINDOW)
+            raw.grant(RELAY.window)
             await self._carry(circuit, raw, onward)
         finally:
             await onward.end()
@@ -349,13 +359,13 @@ class RelayService:
     async def _open_stop(self, circuit: _Circuit, connection: Connection) -> StreamBytes | None:
         """A stream to the target that has accepted the circuit."""
         try:
-            onward = await connection.open_stream(STOP, window=_WINDOW)
+            onward = await connection.open_stream(STOP, window=RELAY.window)
         except ConnectionError as error:
             log.debug("relay: %s is gone: %s", circuit.target, error)
             return None
         try:
             stop = DelimitedStream(onward, circuit.target)
-            await ask_stop(stop, circuit.source, self._circuit_limit(), timeout=_STOPPING)
+            await ask_stop(stop, circuit.source, self._circuit_limit(), timeout=RELAY.stopping)
         except (PeerError, OSError) as error:
             log.debug("relay: %s", error)
             await onward.reset()
@@ -382,7 +392,7 @@ class RelayService:
 
                 async def watch(stream: StreamBytes) -> None:
                     await stream.wait_lost()
-                    await trio.sleep(_FAREWELL)
+                    await trio.sleep(RELAY.farewell)
                     nursery.cancel_scope.cancel()
 
                 nursery.start_soon(one_way, here, there)
@@ -393,7 +403,7 @@ class RelayService:
     async def _linger(self, circuit: _Circuit) -> None:
         """Returns when nothing has come from the direction that is still open for a while."""
         while True:
-            rest = circuit.moved + _LINGER - trio.current_time()
+            rest = circuit.moved + RELAY.linger - trio.current_time()
             if rest <= 0:
                 return
             await trio.sleep(rest)
@@ -408,7 +418,7 @@ class RelayService:
         """
         direction = _Direction(circuit, sink, self._limits.circuit_bytes or math.inf)
         source.divert(direction)
-        while data := await source.read(_WINDOW):
+        while data := await source.read(RELAY.window):
             await direction.send(data)
 
     def _circuit_limit(self) -> CircuitLimit:

@@ -155,9 +155,9 @@ FILES: Final[Mapping[str, Row]] = {
     ),
     "mDNS": Row(
         "the local network",
-        "node.network.mdns._MAX_TEXT",
-        "node.network.mdns._MAX_NAMES",
-        "node.network.mdns._MAX_ADDRS",
+        "node.network.mdns.MDNS.max_text",
+        "node.network.mdns.MDNS.max_names",
+        "node.network.mdns.MDNS.max_addrs",
         ("tests/unit/test_mdns.py",),
         ("mDNS record",),
     ),

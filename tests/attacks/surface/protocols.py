@@ -162,8 +162,8 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     "/libp2p/circuit/relay/0.2.0/hop": Row(
         PEER,
         "protocols.delimited.MAX_MESSAGE",
-        "node.network.nat.relay._WINDOW",
-        "node.network.nat.relay._WINDOW node.network.nat.relay._LEAST_TO",
+        "node.network.nat.relay.RELAY.window",
+        "node.network.nat.relay.RELAY.window node.network.nat.relay.RELAY.least_to",
         ("tests/swarm/test_relay.py", "tests/attacks/test_relay_and_dial_backs.py"),
         ("asked to relay", "asked for a circuit"),
         ("relay", "garbage"),
