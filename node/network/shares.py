@@ -186,12 +186,17 @@ class AddressShares(Generic[_Key]):
             heapq.heapify(self._heap)
 
 
-# --- what is counted, and what is said
+# --- what is counted, tried again, and said
 
 
 def decayed(value: float, seconds: float, half_life: float) -> float:
     """What is left of a count after `seconds`. A clock that went back forgets nothing."""
-    return value * 0.5 ** (max(0.0, seconds) / half_life)
+    return value * math.exp2(-max(0.0, seconds) / half_life)
+
+
+def backoff(failures: float, first: float, longest: float, factor: float = 2.0) -> float:
+    """Seconds until the next try after `failures` in a row: `factor` times as long each time."""
+    return float(min(first * factor ** min(failures - 1, 64), longest))
 
 
 def middle(seen: Iterable[float], unknown: float = 0.0) -> float:

@@ -24,6 +24,7 @@ from ..errors import SwarmError
 from ..network.addresses import is_loopback, parse_peer, without_peer
 from ..network.host import Host, keep_up
 from ..network.mdns import run_mdns, service_name
+from ..network.shares import backoff
 from .config import SwarmConfig
 from .directory import Directory
 from .peer_file import PeerStore, in_order
@@ -72,7 +73,7 @@ class PeerCandidate:
 
 def pause_before(attempt: int) -> float:
     """Seconds to wait before trying for the `attempt`th time (from 1) to come back into the swarm."""
-    return min(DISCOVERY.first_pause * 1.5 ** min(attempt - 1, 20), DISCOVERY.longest_pause)
+    return backoff(attempt, DISCOVERY.first_pause, DISCOVERY.longest_pause, 1.5)
 
 
 def is_local(listen: Iterable[str]) -> bool:

@@ -36,6 +36,7 @@ from ...protocols.ids import (
 )
 from ..network.dht import SHARDS, Dht
 from ..network.provider_lookup import Contact
+from ..network.shares import backoff
 from .directory import Directory
 from .streams import MessageStreams
 from .view import coverage_of
@@ -95,7 +96,7 @@ def pause_after(rounds: int, cost: int, taken: int) -> float:
     if not taken:
         return RECORDS.first_pause
     settled = min(max(RECORDS.least_pause, cost / RECORDS.rate), RECORDS.longest_pause)
-    return min(settled, RECORDS.first_pause * 4.0 ** min(rounds - 1, 10))
+    return backoff(rounds, RECORDS.first_pause, settled, 4.0)
 
 
 @dataclass(frozen=True)

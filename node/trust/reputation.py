@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from ..network.shares import decayed
+from ..network.shares import backoff, decayed
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def extended(before: Ban | None, peer_id: str, reason: str, source: Source, now:
     if source == "one bit" and before is None:
         seconds = REPUTATION.one_bit_seconds
     if source == "own":
-        seconds = REPUTATION.cheated_seconds * 2.0 ** min(count - 1, 16)
+        seconds = backoff(count, REPUTATION.cheated_seconds, REPUTATION.longest_seconds)
     until = now + min(seconds, REPUTATION.longest_seconds)
     if before is not None and before.until > until:
         return Ban(peer_id, before.until, before.reason, before.source, count)

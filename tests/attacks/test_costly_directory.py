@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from contextlib import AsyncExitStack
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,10 +98,13 @@ async def test_questions_of_many_keys_have_one_addresss_turns(monkeypatch: pytes
     quiet = hostile = 0
 
     async def serve(ours: Muxer) -> None:
+        async def handle(raw: NetStream) -> None:
+            await handlers[DIRECTORY](StreamBytes(raw), str(ours.peer_id))
+
         async with trio.open_nursery() as nursery:
             while True:
                 stream = StreamBytes(NetStream(await ours.accept_stream(), None, None))
-                nursery.start_soon(stream.metered, partial(handlers[DIRECTORY], stream, str(ours.peer_id)))
+                nursery.start_soon(stream.metered, handle)
 
     def answers(other: OtherEnd) -> int:
         return sum(kind == DATA and length > 0 for kind, _, _, length, _ in other.frames())

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar, TypeVarTuple
+from typing import Any, TypeVar
 
 import torch
 import trio
@@ -32,7 +32,6 @@ from .sampling import Token, TokenSampler
 from .speculation import Answering, Drafter
 
 T = TypeVar("T")
-Args = TypeVarTuple("Args")
 
 
 def is_inline(tokens: int, *, short: bool, beside: int) -> bool:
@@ -46,7 +45,7 @@ def is_inline(tokens: int, *, short: bool, beside: int) -> bool:
     return short and tokens == 1 and beside == 0
 
 
-async def computed(inline: bool, function: Callable[[*Args], T], *args: *Args) -> T:
+async def computed(inline: bool, function: Callable[..., T], *args: Any) -> T:
     """What `function` returns, called here where `inline`, else in a worker thread."""
     return function(*args) if inline else await trio.to_thread.run_sync(function, *args)
 

@@ -144,7 +144,7 @@ class _Chance:
     def pause(self, first: int) -> None:
         """For `first` steps, and twice as long each time."""
         self.breaks += 1
-        self.rest = min(DRAFTING.longest_break, first << min(self.breaks - 1, 8))
+        self.rest = min(DRAFTING.longest_break, first << self.breaks - 1)
 
 
 def _first_chances() -> dict[int, _Chance]:

@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, Literal
 
+from ...network.shares import backoff
 from ..request import MAX_FAILURES
 
 
@@ -98,9 +99,8 @@ def after_loss(loss: Loss) -> LossPlan:
 
 def attempt_timeout(attempts: int, round_trip: float) -> float:
     """Seconds that the next attempt may take after `attempts` that failed."""
-    return min(
-        RECOVERY.longest_timeout, RECOVERY.first_timeout * 2.0 ** min(attempts, 8) + RECOVERY.round_trips * round_trip
-    )
+    longest = RECOVERY.longest_timeout
+    return min(longest, backoff(attempts + 1, RECOVERY.first_timeout, longest) + RECOVERY.round_trips * round_trip)
 
 
 # --- one step at one server

@@ -24,6 +24,7 @@ from ....protocols.framing import PeerError
 from ....protocols.nat_traversal import PUNCH, exchange_first, exchange_second, give_sign
 from ..addresses import Endpoint
 from ..host import Host
+from ..shares import backoff
 from ..transport.raw_connection import Path
 from ..transport.stream_bytes import StreamBytes
 from .autonat import identified, observed_by
@@ -82,7 +83,7 @@ def may_punch(record: PunchRecord | None, case: frozenset[str], now: float) -> b
 def pause_after(record: PunchRecord | None) -> float:
     """Seconds from the last failure until the next try, if the case stays the same."""
     failures = record.failures if record is not None else 1
-    return float(min(PUNCHING.first_pause * 2 ** min(failures - 1, 16), PUNCHING.longest_pause))
+    return backoff(failures, PUNCHING.first_pause, PUNCHING.longest_pause)
 
 
 def after_failure(record: PunchRecord | None, case: frozenset[str], now: float) -> PunchRecord:

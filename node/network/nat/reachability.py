@@ -14,7 +14,7 @@ from ipaddress import IPv4Network, IPv6Network
 from typing import Final, Literal, Protocol, get_args
 
 from ..addresses import Endpoint, IPAddress
-from ..shares import origin_of_ip
+from ..shares import backoff, origin_of_ip
 
 _OBSERVERS: Final = 3  # peers of one family to ask
 _REFRESH: Final = 600.0  # seconds after which a peer is asked again
@@ -266,7 +266,7 @@ def whom_to_ask(
 def counts_as_asked(now: float, failures: int) -> float:
     """When a peer counts as asked that has not answered now, for `failures` times in a row. A question that was lost on
     its way must not keep a node out of reach for long."""
-    return now - _RETRY + min(_FIRST_RETRY * 2.0 ** min(failures - 1, 8), _RETRY)
+    return now - _RETRY + backoff(failures, _FIRST_RETRY, _RETRY)
 
 
 def _says_something(observation: Observation | None, now: float) -> bool:

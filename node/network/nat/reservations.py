@@ -22,6 +22,7 @@ import trio
 from ....protocols.circuit import RelayRefused
 from ....protocols.framing import PeerError
 from ..host import Host
+from ..shares import backoff
 from ..standard_protocols import PING
 from ..transport.stream_bytes import StreamBytes
 from .circuits import Circuits
@@ -97,7 +98,7 @@ def retry_pause(state: ReservationState, failures: int, held_before: bool) -> fl
         first, longest = RELAYS.refused
     else:
         first, longest = _QUICK if held_before and failures < RELAYS.quick_tries else RELAYS.slow
-    return float(min(first * 2 ** min(failures - 1, 16), longest))
+    return backoff(failures, first, longest)
 
 
 def plan_relays(

@@ -13,6 +13,7 @@ from typing import Any, Final
 import trio
 
 from ..addresses import Endpoint, plain_ip
+from ..shares import backoff
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +38,7 @@ class Mapping:
 def retry_pause(failures: int) -> float:
     """Seconds until the router is asked again after `failures` failures in a row. A question, or its answer, by
     multicast is lost now and then. Most routers that never answer have no UPnP."""
-    first, longest = _RETRY
-    return float(min(first * 4 ** min(failures - 1, 8), longest))
+    return backoff(failures, *_RETRY, factor=4.0)
 
 
 class Upnp:

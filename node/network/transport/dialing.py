@@ -8,7 +8,6 @@ source of the announcement, since keys cost nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
@@ -17,7 +16,7 @@ from typing import Final
 from multiaddr import Multiaddr
 
 from ..addresses import IPAddress, circuit_of, ip_of, is_circuit, is_public
-from ..shares import ShareCount, decayed
+from ..shares import ShareCount, backoff, decayed
 
 Networks = Sequence[IPv4Network | IPv6Network]
 
@@ -74,8 +73,7 @@ def failed(known: FailedAddress | None, now: float) -> FailedAddress:
 
 def pause_ends(known: FailedAddress) -> float:
     """Until when the address is only tried if there is nothing else."""
-    doublings = min(known.failures - 1.0, 16.0)
-    return known.at + min(DIALING.first_pause * math.exp2(doublings), DIALING.longest_pause)
+    return known.at + backoff(known.failures, DIALING.first_pause, DIALING.longest_pause)
 
 
 @dataclass(frozen=True)

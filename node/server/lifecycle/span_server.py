@@ -84,7 +84,8 @@ async def serve_span(
         speed = await SpanSpeed.measured(compute, context.speed_key, context.options.throughput)
         if not speed.byte_seconds and not context.options.throughput:
             version, timeout = announcement.model_version, SERVING.network_timeout
-            await speed.network_measured(await measure_network(context.swarm, version, timeout=timeout))
+            if seconds := await measure_network(context.swarm, version, timeout=timeout):
+                await speed.network_measured(seconds)
         tokens = context.options.cache_tokens
         # A server that has changed its blocks keeps what it had promised.
         if tokens is None or not context.parts.tallies.block_changes:

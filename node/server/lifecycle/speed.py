@@ -313,13 +313,13 @@ class SpanSpeed:
             if self.live.correct():
                 await self._keep()
 
-    async def measure_when_idle(self, service: RequestService, pause: Pause) -> None:
+    async def measure_when_idle(self, service: RequestService, pausing: Pause) -> None:
         """Measures anew when nobody has used the server for a while."""
         pause = _RECALLED_IDLE if self._recalled else _FIRST_IDLE
         while True:
             await trio.sleep(pause * random.uniform(0.8, 1.2))
             pause = _NEXT_IDLE
-            if not (self.live.was_used() or service.sessions or self._compute.depth or pause.wanted):
+            if not (self.live.was_used() or service.sessions or self._compute.depth or pausing.wanted):
                 speed = await self._compute.call(lambda: measure_speed(self._compute.blocks))
                 if self.live.measured(speed.step_seconds * self._count, speed.token_seconds * self._count):
                     await self._keep()
