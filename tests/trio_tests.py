@@ -1,6 +1,6 @@
 """Runs tests that are `async def` in trio: in virtual time where the marker `virtual_time` says so, by `mock_clock`
-where they ask for it, and where they ask for `raw_node` in the loop of that node. Of a test of Hypothesis, each example
-runs so."""
+where they ask for it, and where they ask for the `swarm` in memory, its `pool` or its `raw_node`, in the loop of that.
+Of a test of Hypothesis, each example runs so."""
 
 from __future__ import annotations
 
@@ -43,6 +43,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         trio.run(partial(pyfuncitem.obj, **fixtures), clock=pyfuncitem.funcargs["mock_clock"])
     elif "raw_node" in fixtures:
         pyfuncitem._request.getfixturevalue("run")(lambda _: pyfuncitem.obj(**fixtures))
+    elif "swarm" in fixtures or "pool" in fixtures:
+        swarm = fixtures["swarm"] if "swarm" in fixtures else fixtures["pool"].swarm
+        swarm.call(partial(pyfuncitem.obj, **fixtures))
     else:
         _run(pyfuncitem.obj, fixtures, virtual)
     return True

@@ -10,10 +10,9 @@ from typing import Any, cast
 import trio
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.errors import PetalnodeError, unwrapped
 from petalnode.node.models import Manifest, ModelFolder, Need, no_progress, resolve
 from petalnode.node.swarm.swarm import Swarm
-from petalnode.node.testing import MemoryNetwork, MemoryNode, run_autojumping
+from petalnode.node.testing import MemoryNetwork, MemoryNode, open_network, run_autojumping
 from petalnode.node.weights.holder import WeightsHolder
 from petalnode.node.weights.remote_model import find_remote_model
 from petalnode.protocols import wire_pb2 as wire
@@ -116,18 +115,18 @@ def fetched_in_time(
 ) -> tuple[ModelFolder, float]:
     """The same, and how many seconds of the virtual clock it took."""
 
-    async def main() -> tuple[ModelFolder, float]:
-        with unwrapped(PetalnodeError):
-            async with trio.open_nursery() as nursery:
-                network = MemoryNetwork(nursery)
-                asker = network.node(Identity.generate())
-                setting(network, asker)
-                asker.named = asker.named or [peer for peer in network.nodes if peer != asker.peer_id]
-                begun = trio.current_time()
-                remote = await find_remote_model(cast(Swarm, asker), name, no_progress)
-                found = await remote.fetch(need, no_progress)
-                took = trio.current_time() - begun
-                nursery.cancel_scope.cancel()
-        return found, took
+    return run_autojumping(_fetch, setting, need, name)
 
-    return run_autojumping(main)
+
+async def _fetch(
+    setting: Callable[[MemoryNetwork, MemoryNode], None], need: Need, name: str
+) -> tuple[ModelFolder, float]:
+    async with open_network() as network:
+        asker = network.node(Identity.generate())
+        setting(network, asker)
+        asker.named = asker.named or [peer for peer in network.nodes if peer != asker.peer_id]
+        begun = trio.current_time()
+        remote = await find_remote_model(cast(Swarm, asker), name, no_progress)
+        found = await remote.fetch(need, no_progress)
+        took = trio.current_time() - begun
+    return found, took

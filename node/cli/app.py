@@ -16,19 +16,10 @@ import typer
 import typer.main
 
 from ..errors import ExitCode
-from .process import begin_logs, exit_code, interrupted, leaves, say_error, start
+from .process import begin_logs, exit_code, forget_signals, interrupted, leaves, say_error, start
 
 # typer brings a copy of click of its own in some versions, so its errors are reached through typer.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-
-app = typer.Typer(
-    name="petalnode",
-    help="Run language models over a swarm of ordinary machines, peer to peer.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
 
 
 def _version(value: bool) -> None:
@@ -39,7 +30,6 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
@@ -114,11 +104,20 @@ _OPTIONAL_VALUES: Final = {
 """Options whose value may be left out, which typer has not got; with the value that is taken then."""
 
 
-def register(arguments: list[str]) -> None:
-    """Adds the command that is called, and only the names of the others: importing a command takes time and memory.
+def command_line(arguments: list[str]) -> typer.Typer:
+    """The command that is called, and only the names of the others: importing a command takes time and memory.
 
     Without arguments, all of them.
     """
+    app = typer.Typer(
+        name="petalnode",
+        help="Run language models over a swarm of ordinary machines, peer to peer.",
+        callback=_root,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+    )
     for name, about in COMMANDS.items():
         if arguments and arguments[0] != name:
             app.command(name, help=about)(_another)
@@ -129,14 +128,12 @@ def register(arguments: list[str]) -> None:
             app.add_typer(found, name=name)
         else:
             app.command(name)(found)
+    return app
 
 
 def every_command() -> Any:
     """The command line with all commands imported."""
-    app.registered_commands.clear()
-    app.registered_groups.clear()
-    register([])
-    return typer.main.get_command(app)
+    return typer.main.get_command(command_line([]))
 
 
 def with_values(arguments: list[str]) -> list[str]:
@@ -164,10 +161,10 @@ def main() -> NoReturn:
         if arguments[:1] in (["chat"], ["tune"], ["api"]) and "--help" not in arguments:
             start.stage("starting")
         arguments = with_values(arguments)
-        register(arguments or ["--help"])
+        app = command_line(arguments or ["--help"])
         gc.freeze()
         gc.enable()  # `petalnode.__main__` has disabled it
-        code = run(arguments)
+        code = run(arguments, app)
         sys.stdout.flush()
     except BaseException as error:
         found = exit_code(error)
@@ -201,11 +198,12 @@ def _told(error: Any, arguments: list[str]) -> int:
     return int(ExitCode.BAD_INPUT)
 
 
-def run(arguments: list[str]) -> int:
+def run(arguments: list[str], app: typer.Typer | None = None) -> int:
     """Runs one command line; returns its exit code. A person's mistake is one line on standard error."""
+    forget_signals()
     try:
         # Not `app(arguments)`, which makes a silent exit code of Ctrl-C.
-        command = typer.main.get_command(app)
+        command = typer.main.get_command(app or command_line(arguments or ["--help"]))
         with command.make_context("petalnode", list(arguments)) as context:
             result = command.invoke(context)
         return result if isinstance(result, int) else int(ExitCode.DONE)

@@ -145,6 +145,11 @@ def interrupt(number: int, frame: object) -> None:
     signal.raise_signal(signal.SIGINT)  # whoever has taken Ctrl-C (trio does) does what it does then
 
 
+def forget_signals() -> None:
+    """Those that came before are none of the command that begins now."""
+    _came.clear()
+
+
 def text_given(text: str) -> str:
     """An argument as text: bytes that the locale has no letters for are UTF-8."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

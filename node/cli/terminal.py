@@ -33,9 +33,15 @@ ENDING: Final = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "S
 
 
 async def stopped_by_signal(function: Callable[[trio.Event], Awaitable[object]]) -> int | None:
-    """Awaits `function(stop)` until it is done; a signal of `ENDING` sets `stop`. The signal, if one came."""
+    """Awaits `function(stop)` until it is done; a signal of `ENDING` sets `stop`. The signal, if one came.
+
+    Signals come to the main thread: in another one nothing sets `stop`.
+    """
     stop = trio.Event()
     came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        await function(stop)
+        return None
     with unwrapped(PetalnodeError), trio.open_signal_receiver(*_heeded()) as signals:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_watch_signals, signals, came, stop, nursery.cancel_scope)

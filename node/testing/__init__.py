@@ -7,7 +7,7 @@ trio with a clock that jumps to the next deadline as soon as all tasks wait: nob
 May use `cli` and the rooms before it; no room uses it.
 """
 
-from .memory_network import MemoryNetwork, MemoryNode, run_autojumping
+from .memory_network import MemoryNetwork, MemoryNode, open_network, run_autojumping
 from .memory_stream import MemoryStream, message_streams, stream_pair
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "MemoryNode",
     "MemoryStream",
     "message_streams",
+    "open_network",
     "run_autojumping",
     "stream_pair",
 ]

@@ -19,12 +19,13 @@ from trio.testing import MockClock
 from ...crypto.identity import Identity
 from ...protocols.announcement import Announcement, ServerState, freshened, is_overdue, sign_announcement
 from ...protocols.framing import StreamClosed
+from ..errors import unwrapped
 from ..network.host import Host
 from ..swarm.config import SwarmConfig
 from ..swarm.streams import MessageStreams
 from ..swarm.view import SwarmView
 from ..trust.store import TrustStore
-from .memory_stream import MemoryStream, stream_pair
+from .memory_stream import WINDOW, MemoryStream, stream_pair
 
 _ADDR = "/ip4/127.0.0.1/tcp/1"
 _LIFETIME = 300.0
@@ -186,10 +187,27 @@ class MemoryNetwork:
         await self._changed.wait()
 
 
+@asynccontextmanager
+async def open_network(kind: type[MemoryNode] | None = None) -> AsyncIterator[MemoryNetwork]:
+    """A network for the block, in the loop that runs it; whatever runs on it ends with the block.
+
+    What the block raises comes out as it is, in no group.
+    """
+    with unwrapped(Exception):
+        async with trio.open_nursery() as nursery:
+            yield MemoryNetwork(nursery, kind)
+            nursery.cancel_scope.cancel()
+
+
 class _MemoryHost:
-    """What `MessageStreams` needs of a host."""
+    """What `MessageStreams` needs of a host.
+
+    Attributes:
+        window: bytes that either end of a stream which this node opens may leave unread before the other waits.
+    """
 
     is_serving = False
+    window = WINDOW
 
     def __init__(self, network: MemoryNetwork, peer_id: str) -> None:
         self.peer_id = peer_id
@@ -229,7 +247,7 @@ class _MemoryHost:
         if other is None or link.down:
             raise ConnectionError(f"{peer_id} cannot be reached")
         link.used = True
-        ours, theirs = stream_pair()
+        ours, theirs = stream_pair(self.window)
         ours.delay = theirs.delay = link.delay
         if link.frozen:
             ours.freeze()

@@ -7,8 +7,8 @@ the Python API. Each server computes in a thread of its own, everything else run
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -26,9 +26,11 @@ from ..server.lifecycle.options import ServerOptions, ServerParts
 from ..server.lifecycle.pausing import Pause
 from ..server.lifecycle.server import run_server
 from ..server.tallies import ServerTallies
-from .memory_network import MemoryNetwork, MemoryNode
+from .memory_network import MemoryNetwork, MemoryNode, open_network
 
 T = TypeVar("T")
+Computing = Callable[[Any], Any]
+"""Is given loaded blocks (`BlockSpan`) and returns blocks."""
 
 USUAL: Final[dict[str, Any]] = {"throughput": 1000.0, "cache_tokens": 60_000, "devices": ("cpu",), "offline": True}
 """Options of servers unless told otherwise. To measure how fast they are takes longer than most tests."""
@@ -47,7 +49,9 @@ class MemoryServer:
         pause: makes it pause; for its trio thread.
     """
 
-    def __init__(self, node: MemoryNode, token: trio.lowlevel.TrioToken, known: dict[object, Any]) -> None:
+    def __init__(
+        self, node: MemoryNode, token: trio.lowlevel.TrioToken, known: dict[object, Any], computing: Computing | None
+    ) -> None:
         self.node = node
         self.peer_id = node.peer_id
         self.events: list[dict[str, Any]] = []
@@ -56,6 +60,7 @@ class MemoryServer:
         self.alive = True
         self._token = token
         self._known = known
+        self._computing = computing
         self._stop = trio.Event()
         self._settled = trio.Event()
         self._failure: Exception | None = None
@@ -88,7 +93,7 @@ class MemoryServer:
         node: Any = self.node  # in place of a Swarm
         payments = partial(PaymentVerifier, self.peer_id)
         parts = ServerParts(
-            self._on_event, no_progress, payments, tallies=self.tallies, pause=self.pause, known=self._known
+            self._on_event, no_progress, payments, None, self.tallies, self.pause, self._known, self._computing
         )
         try:
             with self._scope:
@@ -171,17 +176,19 @@ class MemorySwarm:
         *,
         identity: Identity | None = None,
         prepare: Callable[[MemoryNode], object] = lambda node: None,
+        computing: Computing | None = None,
         **options: Any,
     ) -> MemoryServer:
         """A server of these blocks ("0:2"), which it chooses itself if none are given. Returns at once; `ready` waits.
 
-        `options` are fields of `ServerOptions`. `prepare` may change the node before it serves.
+        `options` are fields of `ServerOptions`. `prepare` may change the node before it serves. `computing` is given
+        the blocks that it loads, and returns what computes in their place.
         """
 
         def start() -> MemoryServer:
             node = self.network.node(identity)
             prepare(node)
-            server = MemoryServer(node, self._token, self._known)
+            server = MemoryServer(node, self._token, self._known, computing)
             self.network.nursery.start_soon(server.run, ServerOptions(str(model), span, **USUAL | options))
             return server
 
@@ -248,13 +255,7 @@ async def _current_token() -> trio.lowlevel.TrioToken:
 def memory_swarm(kind: type[MemoryNode] = MemoryNode) -> Iterator[MemorySwarm]:
     """A network in memory, of nodes of this kind, with its own trio thread, for the block."""
 
-    @asynccontextmanager
-    async def opened() -> AsyncIterator[MemoryNetwork]:
-        async with trio.open_nursery() as nursery:
-            yield MemoryNetwork(nursery, kind)
-            nursery.cancel_scope.cancel()
-
-    thread = TrioThread(opened(), "memory-swarm")
+    thread = TrioThread(open_network(kind), "memory-swarm")
     try:
         yield MemorySwarm(thread)
     finally:

@@ -37,8 +37,10 @@ KEYS = ApiKeys({hash_of_key("pn-a"): "alice", hash_of_key("pn-b"): "bob"})
 
 
 @contextmanager
-def running(served: Served, path: Path, limits: BatchLimits | None = None) -> Iterator[MemoryApi]:
-    store = BatchStore(path)
+def running(
+    served: Served, path: Path, limits: BatchLimits | None = None, kind: type[BatchStore] = BatchStore
+) -> Iterator[MemoryApi]:
+    store = kind(path)
     try:
         runner = BatchRunner(store, limits)
         with memory_api(served.swarm, served.folder, admission=Admission(KEYS), batches=runner) as api:
@@ -205,7 +207,7 @@ async def test_a_key_may_send_two_files_at_once(tmp_path: Path) -> None:
                 nursery.cancel_scope.cancel()
 
 
-def test_batch_begins_beside_last_request_of_another(tmp_path: Path) -> None:
+async def test_batch_begins_beside_last_request_of_another(tmp_path: Path) -> None:
     looks = 0
     both, count = trio.Event(), 0
 
@@ -229,7 +231,11 @@ def test_batch_begins_beside_last_request_of_another(tmp_path: Path) -> None:
     async def ended() -> bool:
         return all(map(over, store.batches("alice")))
 
-    async def main(store: Store) -> None:
+    with closing(Store(tmp_path / "a" / "folder" / "batches")) as store:
+        for number in range(2):
+            name = f"batch_{number}"
+            store.add_batch(StoredBatch(name, "alice", CHAT, "file", "validating", int(time.time())))
+            store.begin(name, [(1, "one", str(number))])
         async with trio.open_nursery() as nursery:
             runner = BatchRunner(store, BatchLimits(slots=2))
             nursery.start_soon(runner.run, AdmissionMiddleware(application, Admission()))
@@ -238,13 +244,6 @@ def test_batch_begins_beside_last_request_of_another(tmp_path: Path) -> None:
             await trio.sleep(0.1)
             assert looks <= before + 4, "nothing is to be done"
             nursery.cancel_scope.cancel()
-
-    with closing(Store(tmp_path / "a" / "folder" / "batches")) as store:
-        for number in range(2):
-            name = f"batch_{number}"
-            store.add_batch(StoredBatch(name, "alice", CHAT, "file", "validating", int(time.time())))
-            store.begin(name, [(1, "one", str(number))])
-        trio.run(main, store)
         failed, done = (store.batch("alice", f"batch_{number}") for number in range(2))
         assert failed is not None and done is not None and (failed.failed, done.completed) == (1, 1)
         told = json.loads(store.content("alice", failed.fields["error_file_id"]) or b"")
@@ -301,23 +300,21 @@ def test_the_disk_is_bounded_and_shared(tmp_path: Path) -> None:
     store.close()
 
 
-def test_full_disk_at_a_batchs_end_stops_nothing(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_at_a_batchs_end_stops_nothing(served: Served, tmp_path: Path) -> None:
     """There is no room for an answer, and not even for the word that there is none."""
     gave_up: list[str] = []
 
-    def no_room(store: BatchStore, *_: object, **fields: object) -> None:
-        raise NoRoom("the files of batches have no room")
+    class Full(BatchStore):
+        def note_result(self, *_: object, **fields: object) -> None:
+            raise NoRoom("the files of batches have no room")
 
-    def full(store: BatchStore, batch: StoredBatch, message: str) -> None:
-        gave_up.append(message)
-        raise sqlite3.OperationalError("database or disk is full")
+        finish = note_result
 
-    monkeypatch.setattr(BatchStore, "note_result", no_room)
-    monkeypatch.setattr(BatchStore, "finish", no_room)
-    monkeypatch.setattr(BatchStore, "give_up", full)
-    with running(served, tmp_path / "batches") as api, of(api) as client:
+        def give_up(self, batch: StoredBatch, message: str) -> None:
+            gave_up.append(message)
+            raise sqlite3.OperationalError("database or disk is full")
+
+    with running(served, tmp_path / "batches", kind=Full) as api, of(api) as client:
         batch = start(client, [request("one", max_tokens=1)])
         until(client, batch.id, lambda _: bool(gave_up))
         answer = client.chat.completions.create(**request("two", max_tokens=1)["body"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -240,35 +242,30 @@ def test_other_streams_go_on_when_others_are_killed(
         }
         for number in range(12)
     ]
-    begun: list[int] = []
-    found: dict[int, str] = {}
+    begun, found = count(1), dict[int, str]()
     with memory_api(swarm, api_model, limits=ApiLimits(context=256, kept=0)) as api:
         alone = [
             httpx.post(f"{api.url}/v1/completions", json=asked, timeout=None).json()["choices"][0]["text"]
             for asked in requests
         ]
 
-        async def main() -> None:
-            async with httpx.AsyncClient(base_url=api.url, timeout=None) as client, trio.open_nursery() as nursery:
-                for number in range(len(requests)):
-                    nursery.start_soon(read, client, number)
-
-        async def read(client: httpx.AsyncClient, number: int) -> None:
+        def read(number: int) -> None:
             pieces = []
-            async with client.stream("POST", "/v1/completions", json={**requests[number], "stream": True}) as answer:
-                async for line in answer.aiter_lines():
+            asked = {**requests[number], "stream": True}
+            with httpx.stream("POST", f"{api.url}/v1/completions", json=asked, timeout=None) as answer:
+                for line in answer.iter_lines():
                     if not line.startswith("data: {"):
                         continue
                     pieces.append(json.loads(line[6:])["choices"][0]["text"])
                     if len(pieces) == 1:
-                        begun.append(number)
-                        if len(begun) in (4, 8):  # the others read, or are about to
-                            await trio.to_thread.run_sync(servers[0 if len(begun) == 4 else 2].kill)
+                        if (began := next(begun)) in (4, 8):  # the others read, or are about to
+                            servers[0 if began == 4 else 2].kill()
                         if number % 4 == 3:
                             return  # which closes the connection
             found[number] = "".join(pieces)
 
-        trio.run(main)
+        with ThreadPoolExecutor(len(requests)) as readers:
+            list(readers.map(read, range(len(requests))))
         assert found == {number: text for number, text in enumerate(alone) if number % 4 != 3}
         settled(api)
         left = [server for server in servers if server.alive]

@@ -11,8 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-import typer
-import typer.main
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.api.http.admission import Admission, ApiKeys, hash_of_key
@@ -115,11 +113,7 @@ def test_what_is_no_file_of_receipts_is_refused(text: str, tmp_path: Path) -> No
         load(path)
 
 
-def test_the_command_says_what_they_show(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command_line, "app", typer.Typer(callback=lambda: None))
-    command_line.register(["verify-receipts"])
+def test_the_command_says_what_they_show(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stated, replies = load(file)
     assert command_line.run(["verify-receipts", str(file), "--json", "--digest", stated.hex()]) == 0
     said = json.loads(capsys.readouterr().out)

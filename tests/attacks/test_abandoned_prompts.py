@@ -17,8 +17,8 @@ from petalnode.node.server.requests.request import RequestPolicy
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
 from tests.attacks.held_prompts import CLIENT, KEEP, NEVER, PUSHER, TOKENS, begins, held_up
-from tests.attacks.noted_blocks import NotedBlocks
 from tests.attacks.one_server import OneServer, one_server, pushed
+from tests.noted_blocks import NotedBlocks
 from tests.swarm.raw import TIMEOUT, RawSession, values
 
 
@@ -31,7 +31,7 @@ def computed() -> list[int]:
 @asynccontextmanager
 async def a_server(blocks: BlockSpan, computed: list[int] | None = None) -> AsyncIterator[Any]:
     found = [] if computed is None else computed
-    noted: Any = NotedBlocks(blocks, lambda position, _: found.append(position))
+    noted: Any = NotedBlocks(blocks, before=lambda caches, _: found.append(caches[0].length))
     async with one_server(noted) as server:
         yield server
 
@@ -61,12 +61,12 @@ async def test_one_chunk_is_computed_of_an_abandoned_prompt(blocks: BlockSpan) -
         await session.stream.reset()
         await wait_all_tasks_blocked()
 
-    def leaving(_: int, chunk: int) -> None:
+    def leaving(_: object, chunk: int) -> None:
         parts.append(chunk)
         if len(parts) == 1:
             trio.from_thread.run(leave, trio_token=there)
 
-    noted: Any = NotedBlocks(blocks, leaving)
+    noted: Any = NotedBlocks(blocks, then=leaving)
     async with one_server(noted) as server:
         session = server.session(CLIENT)
         assert (await session.open(keep_ms=KEEP, **terms)).HasField("granted")

@@ -20,33 +20,7 @@ ADDRESSES = KEYS | {"honest": "127.0.0.1"}
 TIMEOUT = 30.0
 
 
-@pytest.fixture
-def order(blocks: BlockSpan) -> Callable[[Callable[[ComputeThread, str, list[str]], Awaitable[object]]], list[str]]:
-    """The order in which each peer's requests are served, where all wait and the honest one came last."""
-
-    def served(request: Callable[[ComputeThread, str, list[str]], Awaitable[object]]) -> list[str]:
-        found: list[str] = []
-
-        async def main() -> None:
-            compute, go = ComputeThread(blocks, origins=At(ADDRESSES)), threading.Event()
-            compute.start()
-            try:
-                with trio.fail_after(TIMEOUT):
-                    async with trio.open_nursery() as nursery:
-                        nursery.start_soon(compute.call, go.wait)
-                        for peer in ADDRESSES:
-                            for _ in range(2):
-                                nursery.start_soon(request, compute, peer, found)
-                                await wait_all_tasks_blocked()
-                        go.set()
-            finally:
-                go.set()
-                await compute.stop()
-
-        trio.run(main)
-        return found
-
-    return served
+Request = Callable[[ComputeThread, str, list[str]], Awaitable[object]]
 
 
 async def batch(compute: ComputeThread, peer: str, found: list[str]) -> None:
@@ -62,13 +36,25 @@ async def opening(compute: ComputeThread, peer: str, found: list[str]) -> None:
 
 
 @pytest.mark.parametrize("request_of", [batch, opening])
-def test_requests_of_many_keys_wait_for_other_addresses(
-    request_of: Callable[[ComputeThread, str, list[str]], Awaitable[object]],
-    order: Callable[[Callable[[ComputeThread, str, list[str]], Awaitable[object]]], list[str]],
-) -> None:
-    served = order(request_of)
-    assert len(served) == 2 * len(ADDRESSES)
-    assert "honest" in served[:6]
+async def test_requests_of_many_keys_wait_for_other_addresses(request_of: Request, blocks: BlockSpan) -> None:
+    """All wait, and the honest one came last."""
+    found: list[str] = []
+    compute, go = ComputeThread(blocks, origins=At(ADDRESSES)), threading.Event()
+    compute.start()
+    try:
+        with trio.fail_after(TIMEOUT):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(compute.call, go.wait)
+                for peer in ADDRESSES:
+                    for _ in range(2):
+                        nursery.start_soon(request_of, compute, peer, found)
+                        await wait_all_tasks_blocked()
+                go.set()
+    finally:
+        go.set()
+        await compute.stop()
+    assert len(found) == 2 * len(ADDRESSES)
+    assert "honest" in found[:6]
 
 
 @pytest.mark.parametrize("passes", [True, False])

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.session.answers import SessionSpec
 from petalnode.node.errors import BadInput, NoChainError
 from petalnode.node.models.folder import ModelFolder
 from petalnode.node.testing.memory_network import MemoryNetwork
-from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
+from petalnode.node.testing.memory_servers import MemorySwarm
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span
-from tests.inspection import call, client_of
+from tests.swarm.memory_pool import opened, serving
 from tests.tiny_models import NUM_BLOCKS
 
 
@@ -28,24 +27,14 @@ def wanted(version: bytes, length: int) -> SessionSpec:
     return SessionSpec(version, Span(0, NUM_BLOCKS), 1, length)
 
 
-def test_others_are_waited_for_where_a_stranger_remains(folder: ModelFolder) -> None:
+async def test_others_are_waited_for_where_a_stranger_remains(swarm: MemorySwarm, folder: ModelFolder) -> None:
     """While honest servers are silent, their sessions' routes find a stranger's servers alone: no person's mistake."""
-
-    def attack(swarm: MemorySwarm) -> None:
-        server = swarm.start(folder.path, f"0:{NUM_BLOCKS}")
-        version = bytes.fromhex(str(server.ready["model_version"]))
-        swarm.change(lambda network: announce_no_length(network, version))
-        with swarm.open_model(AutoDistributedModelForCausalLM, folder.path) as model:
-            client = client_of(model)
-
-            async def main() -> None:
-                assert [hop.peer_id for hop in await client.route(wanted(version, 64))] == [server.peer_id]
-                with pytest.raises(NoChainError):
-                    await client.route(wanted(version, 64), {server.peer_id})
-                with pytest.raises(BadInput, match="ask for less"):
-                    await client.route(wanted(version, 1 << 20))
-
-            call(model, main)
-
-    with memory_swarm() as swarm:
-        attack(swarm)
+    (server,) = await serving(swarm, folder.path, f"0:{NUM_BLOCKS}")
+    version = bytes.fromhex(str(server.ready["model_version"]))
+    announce_no_length(swarm.network, version)
+    async with opened(swarm, folder.path) as (client, _):
+        assert [hop.peer_id for hop in await client.route(wanted(version, 64))] == [server.peer_id]
+        with pytest.raises(NoChainError):
+            await client.route(wanted(version, 64), {server.peer_id})
+        with pytest.raises(BadInput, match="ask for less"):
+            await client.route(wanted(version, 1 << 20))

@@ -184,11 +184,11 @@ async def test_only_two_own_receipts_make_a_server_faulty(
     async def run_probe(config: object, model: object, probe: Probe) -> Probed:
         return Probed(probe, ReceiptArchive(), {}, failures)
 
-    async def servers(self: Validator) -> Any:
-        return {peer: SimpleNamespace(peer_id=peer, span=Span(0, 3)) for peer in failures}
+    class Told(Validator):
+        async def servers(self) -> Any:
+            return {peer: SimpleNamespace(peer_id=peer, span=Span(0, 3)) for peer in failures}
 
     monkeypatch.setattr(service_module, "run_probe", run_probe)
-    monkeypatch.setattr(Validator, "servers", servers)
     swarm = Listener()
     with History(tmp_path / "history.sqlite") as history:
         options = service_module.ValidatorOptions(
@@ -199,7 +199,7 @@ async def test_only_two_own_receipts_make_a_server_faulty(
             on_verdict=lambda verdict: None,
             accuser=ATTACKER,
         )
-        given = await Validator(swarm, options).once()  # type: ignore[arg-type]
+        given = await Told(swarm, options).once()  # type: ignore[arg-type]
     found = {verdict.peer_id: verdict.verdict for verdict in given}
     assert found == {liar: "faulty", other: "inconclusive"}
     (published,) = swarm.published

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import trio
@@ -15,11 +17,13 @@ async def test_endless_router_questions_take_one_thread(monkeypatch: pytest.Monk
     ended = threading.Event()
     asked = []
 
-    def ask(port: int, external_port: int) -> None:
-        asked.append(port)
-        ended.wait(60)
+    class Router:
+        def discover(self) -> int:
+            asked.append(self)
+            ended.wait(60)
+            return 0
 
-    monkeypatch.setattr(upnp, "_map", ask)
+    monkeypatch.setitem(sys.modules, "miniupnpc", SimpleNamespace(UPnP=Router))
     monkeypatch.setattr(upnp, "_DEADLINE", 0.02)
     monkeypatch.setattr(upnp, "_RETRY", (0.01, 0.01))
     try:

@@ -14,6 +14,7 @@ from petalnode.node.blocks.span import BlockSpan
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
 from tests.attacks.one_server import one_server
+from tests.noted_blocks import NotedBlocks
 from tests.swarm.raw import RawSession, values
 from tests.swarm.watched_streams import WatchedStream
 
@@ -21,30 +22,31 @@ ROWS, LENGTH = 60, 100
 """6,000 of the 10,000 cache tokens that there are."""
 
 
-async def test_evicted_sessions_cache_is_freed_before_its_reuse(
-    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Any] = []
-    freed_before: list[list[bool]] = []
-    make_cache = blocks.make_cache
+class Freeing(NotedBlocks):
+    """Notes the caches that are freed, and of each new one which earlier ones were freed before."""
 
-    def make(*arguments: Any) -> Any:
-        cache = make_cache(*arguments)
-        freed_before.append([earlier in freed for earlier in made])
-        made.append(cache)
-        free, freeing = cache.free, cache
+    def __init__(self, blocks: BlockSpan) -> None:
+        super().__init__(blocks)
+        self.freed: list[Any] = []
+        self.freed_before: list[list[bool]] = []
+
+    def make_cache(self, *arguments: Any, **options: Any) -> Any:
+        self.freed_before.append([earlier in self.freed for earlier in self.made])
+        cache: Any = super().make_cache(*arguments, **options)
+        free = cache.free
 
         def note() -> None:
-            freed.append(freeing)
+            self.freed.append(cache)
             free()
 
         cache.free = note
         return cache
 
-    freed: list[Any] = []
-    monkeypatch.setattr(blocks, "make_cache", make)
+
+async def test_evicted_sessions_cache_is_freed_before_its_reuse(blocks: BlockSpan) -> None:
+    noted: Any = Freeing(blocks)
     with trio.fail_after(60):
-        async with one_server(blocks) as server:
+        async with one_server(noted) as server:
             for number in range(4):
                 session = server.session(Identity.generate())
                 answer = await session.open(batch=ROWS, max_length=LENGTH, keep_ms=600_000, wait_ms=60_000)
@@ -58,8 +60,8 @@ async def test_evicted_sessions_cache_is_freed_before_its_reuse(
                 await trio.sleep(0.01)
             assert server.service.cache.free == server.service.cache.capacity
             await server.service.context.compute.call(lambda: None)  # behind what frees the last one
-        assert [made.index(cache) for cache in freed] == [0, 1, 2, 3], "each once, in their order"
-    assert freed_before == [[], [True], [True, True], [True, True, True]]
+    assert [noted.made.index(cache) for cache in noted.freed] == [0, 1, 2, 3], "each once, in their order"
+    assert noted.freed_before == [[], [True], [True, True], [True, True, True]]
 
 
 async def test_an_evicted_session_is_over(blocks: BlockSpan) -> None:

@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 
 from petalnode.crypto.credits import Clearing, Credit, CreditQuery, DepositOrder, Transfer, sign_voucher
 from petalnode.crypto.identity import Identity
+from petalnode.node.errors import unwrapped
 from petalnode.node.network.shares import Turns
 from petalnode.node.server.lifecycle.other_servers import answer_transfers
 from petalnode.node.testing import message_streams, run_autojumping, stream_pair
@@ -32,20 +33,17 @@ def converse(kind: type[Message], ours: End, theirs: End) -> Any:
     """What `ours` returns or raises, on a stream to the other end."""
     ends = stream_pair(window=1 << 23)
     near, far = message_streams(kind, HOLDER.peer_id, ISSUER.peer_id, ends=ends)
-    result: list[Any] = []
+    return run_autojumping(_converse, ours, near, theirs, far)
 
-    async def main() -> None:
+
+async def _converse(ours: End, near: Stream, theirs: End, far: Stream) -> Any:
+    with unwrapped(Exception):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(theirs, far)
             with trio.fail_after(1000):
-                result.append(await ours(near))
+                result = await ours(near)
             nursery.cancel_scope.cancel()
-
-    try:
-        run_autojumping(main)
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from None
-    return result[0]
+    return result
 
 
 def saying(*frames: Message, payloads: tuple[bytes, ...] = ()) -> End:

@@ -28,7 +28,7 @@ from petalnode.node.server.lifecycle.options import ServerOptions
 from petalnode.node.server.lifecycle.source import find_source
 from petalnode.node.swarm.swarm import Swarm
 from petalnode.node.swarm.versions import VERSIONS, versions_named
-from petalnode.node.testing import MemoryNetwork, MemoryNode, run_autojumping
+from petalnode.node.testing import MemoryNetwork, MemoryNode, open_network, run_autojumping
 from petalnode.node.trust.store import TrustStore
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span
@@ -80,23 +80,19 @@ def identified(
 ) -> SwarmModel:
     """As a client finds it where these versions have some servers, one of each `proven` one known from before, and
     `trust` is what it remembers."""
+    return run_autojumping(_identify, folder, served, proven, trust)
 
-    async def main() -> SwarmModel:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            client = network.node(trust=trust)
-            for manifest, count in served:
-                nodes = announce(network, manifest, count)
-                if manifest in proven:
-                    client.trust.note_tokens(nodes[0].peer_id, 1)
-            found = await identify_model(cast(Swarm, client), folder)
-            nursery.cancel_scope.cancel()
-            return found
 
-    try:
-        return run_autojumping(main)
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
+async def _identify(
+    folder: ModelFolder, served: Sequence[tuple[Manifest, int]], proven: Sequence[Manifest], trust: TrustStore | None
+) -> SwarmModel:
+    async with open_network() as network:
+        client = network.node(trust=trust)
+        for manifest, count in served:
+            nodes = announce(network, manifest, count)
+            if manifest in proven:
+                client.trust.note_tokens(nodes[0].peer_id, 1)
+        return await identify_model(cast(Swarm, client), folder)
 
 
 def test_the_only_version_that_fits_is_taken(part: Path, manifest: Manifest) -> None:
@@ -230,31 +226,29 @@ def test_thousands_of_versions_hide_no_used_one() -> None:
     assert versions_named(made, "tiny-llama", 6, proven={"peer 7"}) == [made[7]]
 
 
-def test_server_does_not_load_the_first_version_either(part: Path, manifest: Manifest, tmp_path: Path) -> None:
+@pytest.mark.virtual_time
+async def test_server_does_not_load_the_first_version_either(part: Path, manifest: Manifest, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((part / "config.json").read_bytes())
     folder = replace(resolve(tmp_path, need="config"), name="tiny-llama")
     trust = TrustStore()
 
-    async def main(pinned: str | None) -> bytes:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
+    async def loaded(pinned: str | None = None) -> bytes:
+        async with open_network() as network:
             announce(network, lower(manifest), 9)
             announce(network, manifest)
             node = cast(Swarm, network.node(trust=trust))
             options = ServerOptions(model=str(tmp_path))
             source = await find_source(node, replace(folder, pinned=pinned), options, lambda *_: None)
-            nursery.cancel_scope.cancel()
             return source.manifest.version
 
-    assert run_autojumping(main, manifest.version.hex()[:12]) == manifest.version
-    with pytest.raises(BaseExceptionGroup) as caught:
-        run_autojumping(main, None)
-    assert caught.group_contains(ModelError, match="several versions")
+    assert await loaded(manifest.version.hex()[:12]) == manifest.version
+    with pytest.raises(ModelError, match="several versions"):
+        await loaded()
     trust.note_version(held_weights(folder, "config"), manifest.version)
-    assert run_autojumping(main, None) == manifest.version  # whose blocks it has checked before
+    assert await loaded() == manifest.version  # whose blocks it has checked before
     trust.note_version(held_weights(folder, "config"), bytes(32))
     write_manifest(manifest, tmp_path)
-    assert run_autojumping(main, None) == manifest.version
+    assert await loaded() == manifest.version
 
 
 # --- which model, where none is named

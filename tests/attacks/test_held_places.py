@@ -17,7 +17,7 @@ from petalnode.node.credits.ledger import Ledger
 from petalnode.node.network.transport.places import PATIENCE, Place, Places, given_up
 from petalnode.node.server.requests.request import REQUESTS, OpenCount
 from petalnode.node.swarm.streams import SHARES
-from petalnode.node.testing import MemoryNetwork, MemoryNode
+from petalnode.node.testing import MemoryNetwork, MemoryNode, open_network
 from petalnode.node.validator.auditing import AUDITS
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.credits import ask_credit
@@ -131,8 +131,7 @@ async def test_one_addresss_keys_leave_streams_for_others() -> None:
             frame, _ = await stream.receive(timeout=None)
             await stream.send(frame, timeout=1)
 
-    async with trio.open_nursery() as nursery:
-        network = MemoryNetwork(nursery)
+    async with open_network() as network:
         node, honest, *attackers = [network.node() for _ in range(32)]
         network.origins = {attacker.peer_id: "10.0.0.1" for attacker in attackers}
         node.set_handler(ECHO, Frame, echo, max_streams=8 * SHARES.least_served)
@@ -152,7 +151,6 @@ async def test_one_addresss_keys_leave_streams_for_others() -> None:
                 with pytest.raises(StreamClosed):
                     await refused.receive(timeout=1)
             await wait_all_tasks_blocked()
-        nursery.cancel_scope.cancel()
 
 
 async def test_an_issuer_answers_beside_keys_that_ask_nothing(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_empty_lists_are_counted_and_not_parsed() -> None:
 
 @pytest.mark.parametrize("announced", [None, b"10", b"11"])
 @pytest.mark.parametrize("chunk", [5, 6])
-def test_chunked_body_is_read_within_its_limit(announced: bytes | None, chunk: int) -> None:
+async def test_chunked_body_is_read_within_its_limit(announced: bytes | None, chunk: int) -> None:
     chunks = iter([True, False])
 
     async def receive() -> dict[str, object]:
@@ -50,10 +50,10 @@ def test_chunked_body_is_read_within_its_limit(announced: bytes | None, chunk: i
     headers = [] if announced is None else [(b"content-length", announced)]
     request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
     if chunk == 5 and announced != b"11":
-        assert trio.run(read_body, request, 10) == bytes(10)
+        assert await read_body(request, 10) == bytes(10)
         return
     with pytest.raises(ApiError, match="more than 10 bytes"):
-        trio.run(read_body, request, 10)
+        await read_body(request, 10)
 
 
 @pytest.mark.parametrize("limit", ["0", "10001", "-1", "1.0", "x", "", "9" * 5000])
@@ -62,12 +62,8 @@ def test_a_page_has_so_many_objects(limit: str) -> None:
         page(Request({"type": "http", "query_string": f"limit={limit}".encode()}), [{"id": "a"}])
 
 
-def test_keys_take_turns_with_large_bodies() -> None:
+async def test_keys_take_turns_with_large_bodies() -> None:
     """Who has sent eight is not served eight times before somebody who came after."""
-    trio.run(_take_turns)
-
-
-async def _take_turns() -> None:
     turns, all_there, order = Turns(), trio.Event(), []
     running = 0
 
@@ -103,11 +99,7 @@ async def test_a_small_body_waits_for_no_large_one() -> None:
             assert await read_asked(request, core, lambda fields: fields.data) == {"a": 1}
 
 
-def test_who_goes_while_waiting_leaves_his_turn() -> None:
-    trio.run(_leave)
-
-
-async def _leave() -> None:
+async def test_who_goes_while_waiting_leaves_his_turn() -> None:
     turns, done = Turns(), []
 
     async def wait(owner: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,35 +12,22 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from petalnode.crypto.identity import Identity
+from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.span import BlockSpan
 from petalnode.node.server import turns
-from petalnode.node.server.steps import QueuedStep, StepRunner
 from petalnode.node.server.turns import BatchCost, CostFit
 from tests.attacks.one_server import OneServer, one_server
+from tests.noted_blocks import NotedBlocks
 from tests.swarm.raw import RawSession, values
 
 HOG, HONEST = Identity.generate(), Identity.generate()
 SESSIONS = 9
 
 
-@pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The peers of each batch of decode steps, and of each part of a prefill. Each row costs as much as all others."""
-    found: list[list[str]] = []
-    decode, prefill = StepRunner._decode, StepRunner._prefill
-
-    def noting_decode(runner: StepRunner, batch: list[QueuedStep]) -> None:
-        found.append([step.session.peer for step in batch])
-        decode(runner, batch)
-
-    def noting_prefill(runner: StepRunner, step: QueuedStep, chunk: int) -> bool:
-        found.append([step.session.peer])
-        return prefill(runner, step, chunk)
-
-    monkeypatch.setattr(StepRunner, "_decode", noting_decode)
-    monkeypatch.setattr(StepRunner, "_prefill", noting_prefill)
+@pytest.fixture(autouse=True)
+def _rows_cost_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row costs as much as all others."""
     monkeypatch.setattr(CostFit, "cost", BatchCost(0.0, 1.0))
-    return found
 
 
 async def all_at_once(server: OneServer, steps: list[tuple[RawSession, bytes]]) -> None:
@@ -69,30 +56,34 @@ async def opened(server: OneServer, client: Identity, count: int = 1) -> list[Ra
 
 
 @asynccontextmanager
-async def a_server(blocks: BlockSpan) -> AsyncIterator[Any]:
-    async with one_server(blocks) as server:
-        yield server
+async def noting(blocks: BlockSpan) -> AsyncIterator[tuple[OneServer, Callable[[], list[list[int]]]]]:
+    """A server, and what tells the sessions of each batch of decode steps and of each part of a prompt, by the order in
+    which they were opened."""
+    batches: list[Sequence[SpanCache]] = []
+    noted: Any = NotedBlocks(blocks, before=lambda caches, _: batches.append(caches))
+    async with one_server(noted) as server:
+        yield server, lambda: [[noted.made.index(cache) for cache in batch] for batch in batches]
 
 
-async def test_step_is_not_computed_among_another_peers(blocks: BlockSpan, computed: list[list[str]]) -> None:
-    async with a_server(blocks) as server:
+async def test_step_is_not_computed_among_another_peers(blocks: BlockSpan) -> None:
+    async with noting(blocks) as (server, computed):
         many, (one,) = await opened(server, HOG, SESSIONS), await opened(server, HONEST)
         await all_at_once(server, [(session, values(1)) for session in [*many, one]])
-    assert sorted(computed[0]) == sorted([HOG.peer_id, HONEST.peer_id])
-    assert sum(map(len, computed)) == SESSIONS + 1
+        assert len(computed()[0]) == 2 and SESSIONS in computed()[0]
+        assert sum(map(len, computed())) == SESSIONS + 1
 
 
-async def test_who_is_alone_has_all_steps_batched(blocks: BlockSpan, computed: list[list[str]]) -> None:
-    async with a_server(blocks) as server:
+async def test_who_is_alone_has_all_steps_batched(blocks: BlockSpan) -> None:
+    async with noting(blocks) as (server, computed):
         await all_at_once(server, [(session, values(1)) for session in await opened(server, HOG, SESSIONS)])
-    assert computed == [[HOG.peer_id] * SESSIONS]
+        assert list(map(len, computed())) == [SESSIONS]
 
 
 async def test_short_prompt_does_not_wait_behind_another_peer(
-    blocks: BlockSpan, computed: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turns, "PREFILL_CHUNK", 64)
-    async with a_server(blocks) as server:
+    async with noting(blocks) as (server, computed):
         many, (one,) = await opened(server, HOG, 3), await opened(server, HONEST)
         await all_at_once(server, [*((session, values(200)) for session in many), (one, values(20))])
-    assert [HONEST.peer_id] in computed[:2] and len(computed) == 3 * 4 + 1
+        assert [3] in computed()[:2] and len(computed()) == 3 * 4 + 1

@@ -19,7 +19,7 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.routing import Hop
 from petalnode.node.swarm.streams import SHARES
 from petalnode.node.swarm.swarm import Swarm, open_swarm
-from petalnode.node.testing import MemoryNetwork, message_streams, stream_pair
+from petalnode.node.testing import message_streams, open_network, stream_pair
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.directory import DIRECTORY_LIMITS
 from petalnode.protocols.framing import MAX_PAYLOAD, MessageStream, PeerError, StreamClosed
@@ -133,8 +133,7 @@ async def test_client_waits_for_no_oversized_answer(answer: wire.InferenceFrame)
 
 
 async def test_one_peer_leaves_streams_of_protocol_for_others() -> None:
-    async with trio.open_nursery() as nursery:
-        network = MemoryNetwork(nursery)
+    async with open_network() as network:
         node, honest, attacker = network.node(), network.node(), network.node()
         node.set_handler(ECHO, Frame, echo, max_streams=4 * SHARES.least_served)
         for _ in range(100):
@@ -146,7 +145,6 @@ async def test_one_peer_leaves_streams_of_protocol_for_others() -> None:
         for stream in streams:
             await stream.send(Frame(), timeout=1)
             await stream.receive(timeout=1)
-        nursery.cancel_scope.cancel()
 
 
 # --- turns for measuring

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from petalnode.node.blocks.cache import SpanCache
-from petalnode.node.blocks.stack import BlockStack, _rotaries
+from petalnode.node.blocks.span import BlockSpan
+from petalnode.node.blocks.stack import _rotaries
 from petalnode.node.client.sharing import auditable
 from petalnode.node.models.folder import ModelFolder, open_folder
-from petalnode.node.server import steps
 from petalnode.node.testing.memory_servers import MemorySwarm
 from petalnode.node.trust.bundle import Bundle, session_bundle
 from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive
@@ -21,7 +21,7 @@ from petalnode.protocols.prefix import PrefixNames, token_digests
 from tests.attacks.forger import altered
 from tests.greedy import prompt
 from tests.swarm.longrope_models import BORDER, FIELDS
-from tests.swarm.memory_pool import opened
+from tests.swarm.memory_pool import opened, serving
 from tests.swarm.prefix_answers import answer
 from tests.tiny_models import save_tiny
 
@@ -37,37 +37,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     )
 
 
-def shown(swarm: MemorySwarm, model: ModelFolder, text: list[int], *, kept: bool) -> Bundle:
+async def shown(swarm: MemorySwarm, model: ModelFolder, text: list[int], kept: bool, **behaviour: Any) -> Bundle:
     """What a client shows of the first step of a session, which began with blocks of an earlier one if `kept`."""
-    server = swarm.start(model.path, "0:6")
-    assert server.ready
-
-    async def main() -> Bundle:
-        async with opened(swarm, model.path) as (client, local):
-            if kept:
-                assert (await answer(client, local, text))[1] == 0
-            client.state.receipts = ReceiptArchive(KEPT_RECEIPTS.shared_bytes)
-            assert (await answer(client, local, text))[1] == (len(text) // 32 * 32 if kept else 0)
-            (log,) = client.receipts.sessions
-            assert log.complete and auditable(client.receipts)
-            return session_bundle(client.swarm.identity, log, 0)
-
-    bundle: Bundle = swarm.call(main)
-    return bundle
+    await serving(swarm, model.path, "0:6", **behaviour)
+    async with opened(swarm, model.path) as (client, local):
+        if kept:
+            assert (await answer(client, local, text))[1] == 0
+        client.state.receipts = ReceiptArchive(KEPT_RECEIPTS.shared_bytes)
+        assert (await answer(client, local, text))[1] == (len(text) // 32 * 32 if kept else 0)
+        (log,) = client.receipts.sessions
+        assert log.complete and auditable(client.receipts)
+        return session_bundle(client.swarm.identity, log, 0)
 
 
-def falsified(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Servers take the other factors from now on. Returns what makes them honest again, as those who recompute are."""
-    begin = BlockStack.begin_step
+def other_factors(blocks: BlockSpan) -> BlockSpan:
+    """What computes with the other factors, and names what it keeps as if it had computed it right."""
+    run, rotaries = blocks.stack.run, _rotaries(blocks.stack._decoder)
 
-    def other(self: BlockStack, cache: SpanCache, tokens: int, long_factors: bool, *placed: object) -> None:
-        begin(self, cache, tokens, long_factors, *placed)
-        for rotary in _rotaries(self._decoder) if cache.long_factors else ():
+    def falsified(*given: Any, long_factors: bool = False, **options: Any) -> Any:
+        for rotary in rotaries if long_factors else ():
             rotary.long_inv_freq = rotary.original_inv_freq
-        cache.long_factors = True
+        return run(*given, long_factors=True, **options)
 
-    monkeypatch.setattr(BlockStack, "begin_step", other)
-    return lambda: monkeypatch.setattr(BlockStack, "begin_step", begin)
+    blocks.stack.run = falsified  # type: ignore[method-assign]
+    return blocks
 
 
 TEXTS: dict[str, tuple[list[int], bool]] = {
@@ -77,9 +70,9 @@ TEXTS: dict[str, tuple[list[int], bool]] = {
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_honest_servers_are_not_convicted(text: str, swarm: MemorySwarm, model: ModelFolder) -> None:
+async def test_honest_servers_are_not_convicted(text: str, swarm: MemorySwarm, model: ModelFolder) -> None:
     tokens, kept = TEXTS[text]
-    bundle = shown(swarm, model, tokens, kept=kept)
+    bundle = await shown(swarm, model, tokens, kept)
     assert bundle.evidence.prefix_tokens == (len(tokens) // 32 * 32 if kept else 0)
     assert bundle.evidence.steps[0].step.long_factors == (len(tokens) > BORDER)
     outcome = check_evidence(bundle, model)
@@ -87,17 +80,9 @@ def test_honest_servers_are_not_convicted(text: str, swarm: MemorySwarm, model: 
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_server_that_takes_other_factors_is_found(
-    text: str, swarm: MemorySwarm, model: ModelFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    honest = falsified(monkeypatch)
+async def test_server_that_takes_other_factors_is_found(text: str, swarm: MemorySwarm, model: ModelFolder) -> None:
     tokens, kept = TEXTS[text]
-    # It names what it keeps as if it had computed it right, so that clients find it.
-    named = steps.token_digests
-    monkeypatch.setattr(steps, "token_digests", lambda *args, **_: named(*args, long_factors=len(tokens) > BORDER))
-    bundle = shown(swarm, model, tokens, kept=kept)
-    honest()
-    assert check_evidence(bundle, model).proven
+    assert check_evidence(await shown(swarm, model, tokens, kept, computing=other_factors), model).proven
 
 
 def flipped(evidence: wire.Evidence, payloads: dict[str, bytes]) -> None:
@@ -115,7 +100,7 @@ def renamed(evidence: wire.Evidence, payloads: dict[str, bytes]) -> None:
 
 @pytest.mark.parametrize("change", [flipped, renamed])
 @pytest.mark.parametrize("text", ["long, begun with kept blocks", "short, begun with kept blocks"])
-def test_honest_answer_shown_with_other_factors_convicts_nobody(
+async def test_honest_answer_shown_with_other_factors_convicts_nobody(
     text: str,
     change: Callable[[wire.Evidence, dict[str, bytes]], None],
     swarm: MemorySwarm,
@@ -123,5 +108,5 @@ def test_honest_answer_shown_with_other_factors_convicts_nobody(
 ) -> None:
     """The server has signed for the factors: with the hash of the step, and with the names of the blocks."""
     tokens, kept = TEXTS[text]
-    outcome = check_evidence(altered(shown(swarm, model, tokens, kept=kept), change), model)
+    outcome = check_evidence(altered(await shown(swarm, model, tokens, kept), change), model)
     assert not outcome.proven and not outcome.signed, outcome

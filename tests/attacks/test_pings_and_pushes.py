@@ -86,33 +86,35 @@ async def test_node_says_by_what_program_it_is_run() -> None:
         assert said.agent_version == f"petalnode/{__version__}" and IDENTIFY in said.protocols
 
 
-def test_answer_to_identify_is_read_within_bounds() -> None:
+ANSWERS = {
+    "right": delimited(Identify(protocols=["/b"])),
+    "many": delimited(Identify(protocols=["/a"] * 3000)),
+    "long": delimited(Identify(protocols=["/a"], agent_version="x" * (128 << 10))),
+    "a name that is no UTF-8": varint(4) + bytes([0x1A, 2, 0xFF, 0xFE]),
+    "never whole": varint(1 << 20),
+    "no length": b"\xff" * 20,
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+async def test_answer_to_identify_is_read_within_bounds(answer: str) -> None:
     """A node asks whoever connects; libp2p takes an answer of 1 MiB."""
-    many = delimited(Identify(protocols=["/a"] * 3000))
-    long = delimited(Identify(protocols=["/a"], agent_version="x" * (128 << 10)))
-    no_text = varint(4) + bytes([0x1A, 2, 0xFF, 0xFE])  # a protocol's name that is no UTF-8
+    async with host(LOOPBACK) as victim, knowing(victim) as attacker:
+        ended = trio.Event()
 
-    async def main(said: bytes, taken: bool) -> None:
-        async with host(LOOPBACK) as victim, knowing(victim) as attacker:
-            ended = trio.Event()
+        async def lie(raw: StreamBytes, _: str) -> None:
+            with suppress(OSError):
+                await raw.write(ANSWERS[answer])
+                await raw.read(1)
+            ended.set()
 
-            async def lie(raw: StreamBytes, _: str) -> None:
-                with suppress(OSError):
-                    await raw.write(said)
-                    await raw.read(1)
-                ended.set()
-
-            attacker.set_stream_handler(IDENTIFY, lie)
-            await attacker.connect(victim.peer_id)
-            with trio.fail_after(TIMEOUT):
-                await ended.wait()
-            with suppress(PeerStoreError):  # nothing at all was kept
-                assert known(victim, attacker.peer_id) == ({"/b"} if taken else set())
-            assert await pinged(await attacker.open_stream(victim.peer_id, PING), bytes(32)), "it is still there"
-
-    trio.run(main, delimited(Identify(protocols=["/b"])), True)
-    for message in (many, long, no_text, varint(1 << 20), b"\xff" * 20):
-        trio.run(main, message, False)
+        attacker.set_stream_handler(IDENTIFY, lie)
+        await attacker.connect(victim.peer_id)
+        with trio.fail_after(TIMEOUT):
+            await ended.wait()
+        with suppress(PeerStoreError):  # nothing at all was kept
+            assert known(victim, attacker.peer_id) == ({"/b"} if answer == "right" else set())
+        assert await pinged(await attacker.open_stream(victim.peer_id, PING), bytes(32)), "it is still there"
 
 
 async def test_silent_answer_to_identify_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

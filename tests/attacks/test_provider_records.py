@@ -23,7 +23,7 @@ from petalnode.node.network.provider_lookup import LOOKUP, Contact, Lookup, Look
 from petalnode.node.network.transport.bandwidth import ByteCount
 from petalnode.node.swarm import provider_records
 from petalnode.node.swarm.provider_records import SEARCH, ProviderRecords, blocks_sought
-from petalnode.node.testing import MemoryNetwork
+from petalnode.node.testing import MemoryNetwork, open_network
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import SignedAnnouncement
 from petalnode.protocols.framing import MessageStream
@@ -250,8 +250,7 @@ class Provider:
 @asynccontextmanager
 async def a_stranger() -> AsyncIterator[Any]:
     """Runs `main(network, stranger, providers of each key, the stranger's records)` on virtual time."""
-    async with trio.open_nursery() as nursery:
-        network = MemoryNetwork(nursery)
+    async with open_network() as network:
         stranger = DirectoryNode(network, Identity.generate())
         network.nodes[stranger.peer_id] = stranger
         listed: dict[bytes, list[str]] = {}
@@ -270,7 +269,6 @@ async def a_stranger() -> AsyncIterator[Any]:
         dht: Any = SimpleNamespace(look_up=look_up, close_opened=close_opened)
         records = ProviderRecords(streams=stranger, dht=dht, directory=stranger.directory, ttl=45)
         yield network, stranger, listed, records
-        nursery.cancel_scope.cancel()
 
 
 def known(stranger: DirectoryNode) -> set[str]:

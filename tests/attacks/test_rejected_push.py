@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,12 +18,12 @@ from petalnode.node.server.requests.request import RequestPolicy
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.inference import receipt_from_wire, sha256
 from tests.attacks.one_server import OneServer, one_server, pushed
+from tests.noted_blocks import NotedBlocks, nothing
 from tests.swarm.raw import RawSession, values
 from tests.tiny_models import HIDDEN
 
 CLIENT, UPSTREAM, STRANGER = Identity.generate(), Identity.generate(), Identity.generate()
 TIMEOUT = 120.0
-Attack = Callable[[OneServer, RawSession], Awaitable[None]]
 
 
 @asynccontextmanager
@@ -135,17 +135,17 @@ async def test_values_that_are_not_finite_change_nothing(blocks: BlockSpan) -> N
         await _answers_as(undisturbed, victim)
 
 
-async def test_push_at_which_blocks_fail_ends_session(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_push_at_which_blocks_fail_ends_session(blocks: BlockSpan) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    async with a_server(blocks) as server:
+    noted: Any = NotedBlocks(blocks)
+    async with a_server(noted) as server:
         victim = await opened(server)
-        with monkeypatch.context() as patch:
-            patch.setattr(blocks, "forward", fail)
-            patch.setattr(blocks, "decode", fail)
-            frame = pushed(victim, CLIENT, UPSTREAM, 2, 0, GARBAGE)
-            assert (await refusal(server, UPSTREAM, frame, GARBAGE)).code == wire.ERROR_INTERNAL
+        noted.before = fail
+        frame = pushed(victim, CLIENT, UPSTREAM, 2, 0, GARBAGE)
+        assert (await refusal(server, UPSTREAM, frame, GARBAGE)).code == wire.ERROR_INTERNAL
+        noted.before = nothing
         answer, _ = await victim.step(2, 3, values(1))  # or it would be computed over half a cache
         assert answer.error.code == wire.ERROR_NOT_FOUND
 

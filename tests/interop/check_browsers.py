@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.interop.built import BUILT, PAGE, built, invited
+from tests.interop.built import BUILT, PAGE, invited
 from tests.interop.check_client import expected
 from tests.nat.lab import Host, Kind, Lab, open_lab, why_not
 from tests.nat.nodes import LISTEN, LabNodes, LightNode, lab_nodes
@@ -23,8 +23,8 @@ from tests.swarm.processes import Node, ReadyNode, Running, until
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import save_tiny
 
-__all__ = ["built"]
-pytestmark = pytest.mark.timeout(3600)  # beside much other work a browser takes minutes to start
+# Beside much other work a browser takes minutes to start.
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.usefixtures("built")]
 PROGRAMS = {"chromium": "chromium", "firefox": "firefox-esr"}
 WEB = 8080
 COUNT = 120

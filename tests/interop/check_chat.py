@@ -14,20 +14,18 @@ from typing import Any, Final
 
 import pytest
 
-from tests.interop.built import BUILT, CHAT, built, invited
+from tests.interop.built import BUILT, CHAT, invited
 from tests.interop.check_browsers import PROGRAMS, hidden_servers
 from tests.interop.check_client import SHARED, by_transformers, is_unused, led_by_strangers
-from tests.interop.peers import JsNodes, js
+from tests.interop.peers import JsNodes
 from tests.nat.lab import Host, Kind, open_lab, why_not
 from tests.nat.nodes import LabNodes, LightNode, ToldNode, lab_nodes
 from tests.patience import children
-from tests.swarm.conftest import home, node_starter
 from tests.swarm.processes import WS, Nodes, ReadyNode, Running, petalnode, until
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import save_tiny
 
-__all__ = ["built", "home", "js", "node_starter"]
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.usefixtures("built")]
 COUNT: Final = 60
 LONG: Final = 1000  # tokens of an answer that is not over before the tab sleeps
 MAX_PAGE: Final = 1_500_000  # bytes

@@ -24,16 +24,15 @@ from petalnode.crypto.swarm_key import load_swarm_key, make_swarm_key
 from petalnode.node.links.making import LinkWishes, make_link
 from tests.greedy import prompt
 from tests.import_graph import ROOT
-from tests.interop.built import BUILT, NODE, built
-from tests.interop.peers import JsNodes, found_by, js
+from tests.interop.built import BUILT, NODE
+from tests.interop.peers import JsNodes, found_by
 from tests.swarm import faulty_server
-from tests.swarm.conftest import home, models, node_starter
 from tests.swarm.processes import LOOPBACK, WS, Nodes, ReadyNode, Running, petalnode, run_to_end, until
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_models import load_whole, save_tiny
 
-__all__ = ["built", "home", "js", "models", "node_starter"]
+pytestmark = pytest.mark.usefixtures("built")
 SHARED: Final = ("--share-weights", "on")
 
 

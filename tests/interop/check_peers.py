@@ -22,16 +22,14 @@ from petalnode.node.version import __version__
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState, sign_announcement
 from petalnode.protocols.ids import DIRECTORY, Span
-from tests.interop.go_node import PUBLIC, GoNode, GoNodes, go, read_varint
-from tests.interop.peers import JsNode, JsNodes, found_by, js
+from tests.interop.go_node import PUBLIC, GoNode, GoNodes, read_varint
+from tests.interop.peers import JsNode, JsNodes, found_by
 from tests.nat.lab import Host, Kind, Lab, open_lab
 from tests.nat.nodes import LISTEN, LabNodes, lab_nodes
 from tests.swarm.announcers import Nodes as Announcers
-from tests.swarm.conftest import home, node_starter
 from tests.swarm.evidence_messages import LIAR, equivocation
 from tests.swarm.processes import LOOPBACK, WS, Nodes, until
 
-__all__ = ["go", "home", "js", "node_starter"]
 BLOCKS = 30
 VERSION = "5f4e7440d715" + "00" * 26
 KEYS = ("RSA", "secp256k1")  # of those with ECDSA js-libp2p makes no peers

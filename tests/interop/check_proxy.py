@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.import_graph import ROOT
-from tests.interop.built import PAGE, built
+from tests.interop.built import PAGE
 from tests.interop.check_browsers import COUNT, PRIMES, SHARED, Page
 from tests.interop.check_client import expected
 from tests.nat.lab import Host, Lab, open_lab, why_not
@@ -20,8 +20,7 @@ from tests.swarm.processes import Node, ReadyNode, until
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import save_tiny
 
-__all__ = ["built"]
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.usefixtures("built")]
 NGINX = """
 daemon off;
 master_process off;

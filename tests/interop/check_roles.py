@@ -12,12 +12,11 @@ import pytest
 
 from tests.import_graph import ROOT
 from tests.interop.check_peers import is_direct, node_of, reachable
-from tests.interop.go_node import GoNode, GoNodes, go
-from tests.interop.peers import JsNodes, js
+from tests.interop.go_node import GoNode, GoNodes
+from tests.interop.peers import JsNodes
 from tests.nat.lab import Host, open_lab
 from tests.swarm.processes import LOOPBACK, WS, Running, environment, until
 
-__all__ = ["go", "js"]
 KEY: Final = "a5b50d5e"
 
 

@@ -29,19 +29,17 @@ from petalnode.node.network.transport.stream_bytes import StreamBytes
 from petalnode.node.network.transport.webrtc.association import WEBRTC
 from petalnode.node.network.transport.webrtc.listener import certificate_of
 from tests.greedy import prompt
-from tests.interop.built import BUILT, NODE, built
+from tests.interop.built import BUILT, NODE
 from tests.interop.check_browsers import PROGRAMS, Page
 from tests.interop.check_client import Client, expected, options
 from tests.nat.lab import Kind, open_lab, why_not
 from tests.nat.nodes import ToldNode, lab_nodes
 from tests.node_inspection import handshakes_of, limits_of
-from tests.swarm.conftest import home, models, node_starter
 from tests.swarm.processes import Nodes, petalnode, until
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import save_tiny
 
-__all__ = ["built", "home", "models", "node_starter"]
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.usefixtures("built")]
 LISTEN = "/ip4/127.0.0.1/udp/0/webrtc-direct"
 SHARED = ("--share-weights", "on")
 MUCH = 6 << 20  # bytes

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Final
 
-import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from multiaddr import Multiaddr
@@ -208,12 +207,3 @@ class GoNodes:
     def end(self) -> None:
         for node in self._started:
             node.kill()
-
-
-@pytest.fixture
-def go(tmp_path: Path) -> Iterator[GoNodes]:
-    nodes = GoNodes(tmp_path)
-    try:
-        yield nodes
-    finally:
-        nodes.end()

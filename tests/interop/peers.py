@@ -6,11 +6,9 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.swarm.config import SwarmConfig
@@ -56,15 +54,6 @@ class JsNodes:
     def end(self) -> None:
         for node in self._started:
             node.kill()
-
-
-@pytest.fixture
-def js(tmp_path: Path) -> Iterator[JsNodes]:
-    nodes = JsNodes(tmp_path)
-    try:
-        yield nodes
-    finally:
-        nodes.end()
 
 
 async def found_by(addr: str, version: str, blocks: int) -> tuple[set[str], list[set[str]]]:

@@ -24,6 +24,7 @@ from petalnode.node.models.sources.gguf_files import open_gguf
 from petalnode.node.verification.judging import distance
 from petalnode.node.verification.tolerances import Kind, find_tolerance
 from petalnode.protocols.ids import Span
+from tests.noted_calls import calls_of
 from tests.parity.kernel_spans import KNOWN, SPAN, conversation, lora, needs_kernels, off, pair, saved, values
 from tests.tiny_gguf import BLOCKS, write_tiny_gguf
 from tests.tiny_models import HIDDEN, save_tiny
@@ -206,20 +207,18 @@ def test_gguf_weights_are_held_in_their_own_form(gguf_folder: Path) -> None:
 
 
 @needs_kernels
-def test_prompts_of_packed_weights_go_through_the_step(gguf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_packed_weights_go_through_the_step(gguf_folder: Path) -> None:
     by_torch, native = pair(gguf_folder, Span(0, BLOCKS))
     assert native.step is not None and native.step.takes_prompts
-    ran: list[int] = []
-    right = choice.SpanStep.run
-    monkeypatch.setattr(choice.SpanStep, "run", lambda *given: (ran.append(given[1].shape[1]), right(*given))[1])
     hidden, caches = values(2, 150), [blocks.make_cache(2, 151, [0, 3]) for blocks in (by_torch, native)]
     for first, last, through_step in ((0, 4, False), (4, 150, True)):  # padding goes to torch
-        expected, given = (
-            blocks.forward(hidden[:, first:last], cache)
-            for blocks, cache in zip((by_torch, native), caches, strict=True)
-        )
+        with calls_of(choice.SpanStep.run) as ran:
+            expected, given = (
+                blocks.forward(hidden[:, first:last], cache)
+                for blocks, cache in zip((by_torch, native), caches, strict=True)
+            )
         assert off(given[:, -1], expected[:, -1]) < 1e-5
-        assert ran == ([146] if through_step else [])
+        assert [call["hidden"].shape[1] for call in ran] == ([146] if through_step else [])
 
 
 @needs_kernels

@@ -175,12 +175,12 @@ def pool(folder: Path) -> Iterator[MemoryPool]:
 
 
 @pytest.fixture(scope="module")
-def run(pool: MemoryPool) -> Iterator[Run]:
+def run(pool: MemoryPool) -> Run:
     """Runs what talks to the servers of `pool` as no client would."""
-    from tests.swarm.memory_pool import raw_runs
+    from tests.swarm.memory_pool import raw_node_of
+    from tests.swarm.raw import Run
 
-    with raw_runs(pool) as runs:
-        yield runs
+    return Run(raw_node_of(pool), pool.swarm)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.client.chunks import from_chunks, to_chunks
@@ -21,11 +22,12 @@ from tests.tiny_models import HIDDEN
 
 @asynccontextmanager
 async def a_client(pool: MemoryPool, models: Path, identity: Identity | None) -> Any:
-    folder = resolve(str(models / "tiny-llama"))
-    async with pool.swarm.network.open_swarm(SwarmConfig(identity or Identity.generate())) as node:
-        model = await identify_model(node, folder)
-        async with open_client(node, model) as client:
-            yield client
+    folder, config = resolve(str(models / "tiny-llama")), SwarmConfig(identity or Identity.generate())
+    with trio.fail_after(100):
+        async with pool.swarm.network.open_swarm(config) as node:
+            model = await identify_model(node, folder)
+            async with open_client(node, model) as client:
+                yield client
 
 
 def hidden(tokens: int, seed: int = 0, rows: int = 1) -> torch.Tensor:

@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+
+import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client_part import ClientModel, load_client
@@ -15,11 +16,10 @@ from petalnode.node.client.core import SwarmClient, open_client
 from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.models.sources.resolve import resolve
 from petalnode.node.swarm.config import SwarmConfig
-from petalnode.node.testing import MemoryNode, memory_network, stream_pair
+from petalnode.node.testing import MemoryNode
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from tests.swarm import false_blocks
 from tests.swarm.faulty_server import spoil
-from tests.swarm.raw import Run
 
 
 class MemoryPool:
@@ -70,12 +70,11 @@ def memory_pool(folder: Path, kind: type[MemoryNode] = MemoryNode) -> Iterator[M
         yield MemoryPool(swarm, folder)
 
 
-@contextmanager
-def raw_runs(pool: MemoryPool) -> Iterator[Run]:
-    """As `raw_client`, on a node of the pool's network. Its streams hold what sockets and muxer hold together."""
+def raw_node_of(pool: MemoryPool) -> Any:
+    """Another node, in place of a `Swarm`. Its streams hold what sockets and muxer hold together."""
     node: Any = pool.swarm.change(lambda network: network.node())
-    with patch.object(memory_network, "stream_pair", partial(stream_pair, window=16 << 20)):
-        yield Run(node, pool.swarm)
+    node.host.window = 16 << 20
+    return node
 
 
 def started(swarm: MemorySwarm, folder: Path, *blocks: str, **options: Any) -> list[MemoryServer]:
@@ -83,6 +82,11 @@ def started(swarm: MemorySwarm, folder: Path, *blocks: str, **options: Any) -> l
     servers = [swarm.start(folder, span, **options) for span in blocks]
     assert all(server.ready for server in servers)
     return servers
+
+
+async def serving(swarm: MemorySwarm, folder: Path, *blocks: str, **options: Any) -> list[MemoryServer]:
+    """As `started`, for what runs where the nodes live."""
+    return await trio.to_thread.run_sync(partial(started, swarm, folder, *blocks, **options))
 
 
 @asynccontextmanager

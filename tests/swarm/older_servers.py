@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from petalnode.node.testing import MemoryNode
@@ -17,6 +19,15 @@ class Older:
     def __init__(self, **said: Any) -> None:
         self.said = said
         self.unknown: set[str] = set()
+
+    @contextmanager
+    def without(self, field: str) -> Iterator[None]:
+        """Within it they do not read this field of steps."""
+        self.unknown.add(field)
+        try:
+            yield
+        finally:
+            self.unknown.discard(field)
 
     def prepare(self, node: MemoryNode) -> None:
         """For `MemorySwarm.start`."""

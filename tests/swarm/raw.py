@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from petalnode.node.testing.memory_servers import MemorySwarm
 
 TIMEOUT = 120.0
+T = TypeVar("T")
 HIDDEN = 64
 Stream = MessageStream[wire.InferenceFrame]
 
@@ -40,12 +41,12 @@ class Run:
     node: Swarm
     caller: TrioThread[Any] | MemorySwarm
 
-    def __call__(self, main: Callable[[Swarm], Awaitable[None]]) -> None:
-        async def bounded() -> None:
+    def __call__(self, function: Callable[[Swarm], Awaitable[T]]) -> T:
+        async def bounded() -> T:
             with trio.fail_after(2 * TIMEOUT):
-                await main(self.node)
+                return await function(self.node)
 
-        self.caller.call(bounded)
+        return self.caller.call(bounded)  # type: ignore[no-any-return]
 
 
 @contextmanager

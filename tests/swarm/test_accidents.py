@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import redirect_stderr
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -23,14 +22,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trio
-import typer.main
 from rich.table import Table
 from safetensors.numpy import save_file
 
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.swarm_key import make_swarm_key
 from petalnode.node.cli import app as command_line
-from petalnode.node.cli import model_choice, process
+from petalnode.node.cli import model_choice
 from petalnode.node.cli.join import JoinOptions
 from petalnode.node.cli.model_choice import why_no_device
 from petalnode.node.cli.output import Output
@@ -38,7 +36,6 @@ from petalnode.node.client.api.runtime import TrioThread
 from petalnode.node.errors import BadInput
 from petalnode.node.links.making import LINKS, LinkWishes, make_link
 from petalnode.node.tuning.repository import FolderRepository, HubRepository, repository_of
-from tests.patience import Patience
 from tests.swarm import warm_python
 from tests.swarm.processes import STOP_TIMEOUT, Outcome, environment, wait_ended
 
@@ -80,11 +77,11 @@ ALL = tuple(COMMANDS)
 _SIGNAL = """
 import signal
 from petalnode.node.cli import app
-register = app.register
+command_line = app.command_line
 def interrupted(arguments):
     signal.raise_signal(signal.{})
-    register(arguments)
-app.register = interrupted
+    return command_line(arguments)
+app.command_line = interrupted
 """
 
 
@@ -186,41 +183,36 @@ def test_what_was_typed_is_printed_as_it_was(capsys: pytest.CaptureFixture[str])
     assert shown.out.count(typed) == 2 and shown.err.count(typed) == 2
 
 
-def test_the_help_says_what_the_commands_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_help_says_what_the_commands_say() -> None:
     """It has the texts without the commands, which take long to import."""
-    monkeypatch.setattr(command_line, "app", typer.Typer())
-    command_line.register([])
-    commands = typer.main.get_command(command_line.app).commands  # type: ignore[attr-defined]
+    commands = command_line.every_command().commands
     texts = {name: " ".join((command.help or "").split("\n\n")[0].split()) for name, command in commands.items()}
     assert texts == command_line.COMMANDS
 
 
-class _Freed:
-    def __del__(self) -> None:
-        raise KeyboardInterrupt
+FREED = """
+import signal, sys, time
+from petalnode.node.cli import process
 
+class Freed:
+    def __del__(self):
+        signal.raise_signal(int(sys.argv[1]))
+        time.sleep(0)
 
-def _free_and_wait() -> None:
-    _Freed()
-    patience = Patience(60, os.getpid())
-    while not patience.is_over:
+process.prepare()
+try:
+    Freed()
+    for _ in range(60_000):
         time.sleep(0.01)
+except KeyboardInterrupt as error:
+    sys.exit(process.exit_code(error))
+"""
 
 
-def test_signal_where_nothing_can_be_raised_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    for number, code, said in ((signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "stopped by SIGTERM")):
-        monkeypatch.setattr(sys, "unraisablehook", process._again)
-        monkeypatch.setattr(process, "_came", [] if number == signal.SIGINT else [number])
-        before = signal.signal(number, process.interrupt) if number != signal.SIGINT else None
-        try:
-            with pytest.raises(KeyboardInterrupt) as raised:
-                _free_and_wait()
-        finally:
-            if before is not None:
-                signal.signal(number, before)
-        with redirect_stderr(io.StringIO()) as errors:
-            assert process.exit_code(raised.value) == code
-        assert errors.getvalue() == f"petalnode: {said}\n"
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "stopped by SIGTERM")])
+def test_signal_where_nothing_can_be_raised_is_kept(number: signal.Signals, said: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", FREED, str(int(number))], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (128 + number, f"petalnode: {said}\n")
 
 
 @pytest.mark.parametrize("name", ["chat", "api", "status", "bootstrap", "serve", "validate", "doctor", "credits"])
@@ -232,10 +224,8 @@ def test_an_interrupt_at_work_is_told(
 
     Identity.generate().save(tmp_path / "node.key")
     monkeypatch.setattr(trio, "run", interrupted)
-    monkeypatch.setattr(command_line, "app", typer.Typer(callback=lambda: None))
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi"))
     arguments = COMMANDS[name].format(models=models, nobody=NOBODY, scratch=tmp_path).split()
-    command_line.register(arguments)
     assert command_line.run(arguments) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "petalnode: interrupted"
 
@@ -380,12 +370,10 @@ def test_mistake_is_told_before_network_is_asked(
     places |= {"nobody": Path(NOBODY), "data": tmp_path / "data.jsonl", "texts": tmp_path / "texts.jsonl"}
     monkeypatch.setattr(trio, "run", lambda *arguments: pytest.fail(f"went on to {arguments[0]}"))
     monkeypatch.setattr(TrioThread, "__init__", lambda *arguments: pytest.fail(f"went on to {arguments[1]}"))
-    monkeypatch.setattr(command_line, "app", typer.Typer(callback=lambda: None))
     monkeypatch.delenv("PETALNODE_PEERS", raising=False)
     command, says = MISTAKES[name]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\x7fELF\0\1")))
     arguments = command.format(**places, **links).split()
-    command_line.register(arguments)
     assert command_line.run(arguments) == (4 if name == "a folder that cannot be" else 2)
     # A slow machine says what it waits for besides.
     (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.endswith(" ...")]
@@ -427,8 +415,6 @@ def test_the_variable_with_a_bad_address_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PETALNODE_PEERS", "garbage")
-    monkeypatch.setattr(command_line, "app", typer.Typer(callback=lambda: None))
-    command_line.register(["status"])
     assert command_line.run(["status"]) == 2
     said = capsys.readouterr().err
     assert "the variable PETALNODE_PEERS: 'garbage' is no multiaddr" in said and said.count("garbage") == 1

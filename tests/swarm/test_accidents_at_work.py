@@ -10,21 +10,19 @@ import http.client
 import io
 import json
 import os
-import resource
 import signal
 import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
-import typer
 
 from petalnode.crypto.identity import held_identity
 from petalnode.node.blocks import client_part
@@ -38,6 +36,7 @@ from petalnode.node.models import resolve
 from petalnode.node.validator import prober
 from petalnode.node.validator.service import Validator
 from tests.connections import free_port
+from tests.full_disk import full_disk
 from tests.swarm.processes import Node, Nodes, environment
 
 ENDED = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "stopped by SIGTERM")}
@@ -62,17 +61,6 @@ def _end_of(command: str) -> tuple[int, str]:
     return (0, "done: nobody was served any more") if command == "serve" else (130, "petalnode: interrupted")
 
 
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """Within it this process can make no file longer."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @dataclass
 class Person:
     """Somebody at a terminal with a server to talk to."""
@@ -85,9 +73,7 @@ class Person:
     def run(self, *arguments: str) -> tuple[int, list[str], list[str]]:
         """The exit code of a command, and the lines of its standard output and of its errors."""
         with self.monkeypatch.context() as here:
-            here.setattr(command_line, "app", typer.Typer(callback=lambda: None))
             here.setattr(sys, "stdin", io.StringIO(""))
-            command_line.register(list(arguments))
             code = command_line.run(list(arguments))
         shown = self.capsys.readouterr()
         assert "Traceback" not in shown.err
@@ -110,27 +96,38 @@ class Person:
         return json.loads(Path("chat.json").read_text())
 
     def at_the_first_token(self, accident: Callable[[], None]) -> None:
-        self._before(Output, "write", 1, accident)
+        self._at(Output, "write", 1, accident)
 
     def at_the_second_step(self, accident: Callable[[], None]) -> None:
-        self._before(tune._TuneReport, "_step", 2, accident)
+        self._at(tune._TuneReport, "_step", 2, accident)
 
     def when_ready(self, accident: Callable[[], None]) -> None:
         """Of a command that runs until it is stopped: as soon as it says that it is ready, in JSON or not."""
-        self._before(Output, "emit", 1, accident)
+        self._at(Output, "emit", 1, accident)
 
     def at_the_first_probe(self, accident: Callable[[], None]) -> None:
-        self._before(Validator, "_probe", 1, accident)
+        self._at(Validator, "_probe", 1, accident)
 
-    def _before(self, owner: type, name: str, turn: int, accident: Callable[[], None]) -> None:
+    def once_told_of_a_loss(self, accident: Callable[[], None]) -> None:
+        """As soon as a person at a chat was told of a lost server."""
+        self._at(Chatter, "_tell_interruption", 1, accident, after=True)
+
+    def at_the_model(self, accident: Callable[[], None]) -> None:
+        """Before the client's part of it is loaded."""
+        self._at(client_part, "load_client", 1, accident)
+
+    def _at(self, owner: Any, name: str, turn: int, accident: Callable[[], None], *, after: bool = False) -> None:
         whole, turns = getattr(owner, name), 0
 
         def happens(*arguments: Any, **named: Any) -> Any:
             nonlocal turns
             turns += 1
-            if turns == turn:
+            if turns == turn and not after:
                 accident()
-            return whole(*arguments, **named)
+            result = whole(*arguments, **named)
+            if turns == turn and after:
+                accident()
+            return result
 
         self.monkeypatch.setattr(owner, name, happens)
 
@@ -157,7 +154,6 @@ def person(
     for name, value in environment(tmp_path / "home").items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(process, "_came", [])
     (tmp_path / "tiny-llama").symlink_to(models / "tiny-llama")
     before = {number: signal.signal(number, process.interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield Person(tmp_path, server, monkeypatch, capsys)
@@ -190,7 +186,6 @@ def test_a_signal_in_a_training(number: signal.Signals, person: Person) -> None:
     code, out, err = person.tune()
     assert (code, err[-1]) == (ENDED[number][0], f"petalnode: {ENDED[number][1]}")
     assert any("Interrupted after step 2. Go on with" in line for line in out) and "--resume" in out[-1]
-    person.monkeypatch.setattr(process, "_came", [])
     code, out, _ = person.tune("--resume")
     assert code == 0 and any("going on at step 3" in line for line in out) and out[-1] == "saved in out"
 
@@ -208,10 +203,10 @@ def test_training_that_cannot_go_on_leaves_checkpoint(error: BaseException, pers
 
 
 def test_no_memory_for_the_model(person: Person) -> None:
-    def fail(*_: object, **__: object) -> None:
+    def fail() -> None:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:1] . DefaultCPUAllocator: can't allocate memory: 1 bytes")
 
-    person.monkeypatch.setattr(client_part, "load_client", fail)
+    person.at_the_model(fail)
     code, _, err = person.chat()
     assert code == 4 and "not enough memory" in err[-1]
 
@@ -242,16 +237,8 @@ def losing(what: str, person: Person, node_starter: Nodes, models: Path) -> tupl
 def test_the_only_server_is_lost_in_an_answer(what: str, person: Person, node_starter: Nodes, models: Path) -> None:
     """The person is told which it was and what would help, and gives up then."""
     victim, lose = losing(what, person, node_starter, models)
-
-    tell, told = Chatter._tell_interruption, []
-
-    def tell_and_give_up(chatter: Chatter, interruption: Any) -> None:
-        tell(chatter, interruption)
-        told.append(interruption)
-        if len(told) == 1:  # a second one would not wait for what came of the answer
-            signal.raise_signal(signal.SIGINT)
-
-    person.monkeypatch.setattr(Chatter, "_tell_interruption", tell_and_give_up)
+    # Once: a second one would not wait for what came of the answer.
+    person.once_told_of_a_loss(lambda: signal.raise_signal(signal.SIGINT))
     person.at_the_first_token(lose)
     code, out, err = person.chat("--json")
     events = [json.loads(line) for line in out]
@@ -385,11 +372,11 @@ def test_signal_while_the_apis_server_is_lost(
 ) -> None:
     """Nobody waits for the server. The client that reads the answer sees its connection end."""
     person.server = victim = node_starter.server(models / "tiny-llama", "0:6", *ROOM)
-    read: list[bytes] = []
+    read, port = list[bytes](), free_port()
 
-    def ask(url: str) -> None:
+    def ask() -> None:
         question = {"model": "tiny-llama", "prompt": "one two", "max_tokens": 3000, "stream": True}
-        asked = urllib.request.Request(f"{url}/v1/completions", json.dumps(question).encode())
+        asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(question).encode())
         asked.add_header("Content-Type", "application/json")
         with suppress(OSError, http.client.HTTPException), urllib.request.urlopen(asked) as answer:
             read.append(answer.readline())
@@ -397,17 +384,9 @@ def test_signal_while_the_apis_server_is_lost(
             os.kill(os.getpid(), number)
             read.extend(answer)
 
-    clients: list[threading.Thread] = []
-    emit = Output.emit
-
-    def ready(output: Output, **fields: Any) -> None:
-        emit(output, **fields)
-        if fields.get("event") == "ready":
-            clients.append(threading.Thread(target=ask, args=(fields["url"],), daemon=True))
-            clients[0].start()
-
-    person.monkeypatch.setattr(Output, "emit", ready)
-    code, _, err = person.node("api")
+    client = threading.Thread(target=ask, daemon=True)
+    person.when_ready(client.start)
+    code, _, err = person.run("api", "tiny-llama", "--peer", victim.address, "--http-port", str(port))
     assert (code, err[-1]) == (ENDED[number][0], f"petalnode: {ENDED[number][1]}")
-    clients[0].join()
+    client.join()
     assert read[0].startswith(b"data: ") and not read[-1].startswith(b"data: [DONE]")

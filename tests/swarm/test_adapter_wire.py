@@ -18,8 +18,8 @@ from petalnode.protocols.inference import receipt_from_wire
 from petalnode.protocols.tensors import encode
 from petalnode.protocols.training import BatchFrames, send_pieces
 from tests.messages import tensor
-from tests.swarm.memory_pool import MemoryPool, raw_runs
-from tests.swarm.raw import HIDDEN, TIMEOUT, RawSession, Run, values
+from tests.swarm.memory_pool import MemoryPool, raw_node_of
+from tests.swarm.raw import HIDDEN, TIMEOUT, RawSession, values
 
 BAD, MODEL, SPAN = wire.ERROR_BAD_REQUEST, wire.ERROR_UNKNOWN_MODEL, wire.ERROR_SPAN_NOT_HOSTED
 LONG, UNSUPPORTED = wire.ERROR_TOO_LONG, wire.ERROR_UNSUPPORTED
@@ -165,18 +165,9 @@ async def test_it_is_held_as_long_as_its_sessions(server: MemoryServer, raw_node
     assert frame.error.code == UNSUPPORTED
 
 
-def test_it_is_nobody_else_s(pool: MemoryPool, server: MemoryServer, run: Run) -> None:
+async def test_it_is_nobody_else_s(pool: MemoryPool, server: MemoryServer, raw_node: Swarm) -> None:
     mine = adapter(3.0)
-
-    async def main(swarm: Swarm) -> None:
-        _, said = await bring(swarm, server.ready, mine)
-        assert said.adapter_state.held
-
-    run(main)
-    with raw_runs(pool) as other:
-
-        async def try_it(swarm: Swarm) -> None:
-            session = await RawSession.connect(swarm, server.ready)
-            assert (await session.open(adapter=mine.hash)).error.code == UNSUPPORTED
-
-        other(try_it)
+    _, said = await bring(raw_node, server.ready, mine)
+    assert said.adapter_state.held
+    session = await RawSession.connect(raw_node_of(pool), server.ready)
+    assert (await session.open(adapter=mine.hash)).error.code == UNSUPPORTED

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.span import load_span
@@ -24,7 +23,6 @@ from tests.swarm.memory_pool import MemoryPool
 from tests.tiny_models import HIDDEN, NUM_BLOCKS
 
 SPEC = SessionSpec(b"", Span(0, NUM_BLOCKS), batch=1, max_length=64)
-Main = Callable[[SwarmClient], Awaitable[None]]
 
 
 @pytest.fixture(scope="module")
@@ -53,24 +51,16 @@ def expected(models: Path) -> Callable[..., torch.Tensor]:
     return compute
 
 
-def run(pool: MemoryPool, models: Path, main: Main, identity: Identity | None = None) -> None:
-    async def bounded() -> None:
-        with trio.fail_after(100):
-            async with a_client(pool, models, identity) as client:
-                await main(client)
-
-    pool.swarm.call(bounded)
-
-
 def close_to(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, atol=1e-4)
 
 
 @pytest.mark.usefixtures("servers")
-def test_what_a_session_holds_and_may_be(pool: MemoryPool, models: Path, expected: Callable[..., torch.Tensor]) -> None:
+async def test_what_a_session_holds_and_may_be(
+    pool: MemoryPool, models: Path, expected: Callable[..., torch.Tensor]
+) -> None:
     a, b, c = hidden(5), hidden(1, 1), hidden(2, 2)
-
-    async def main(client: SwarmClient) -> None:
+    async with a_client(pool, models, None) as client:
         async with client.session(SPEC) as session:
             assert isinstance(session, ClientSession)
             assert session.position == 0 and [str(hop.span) for hop in session.route] == ["0:3", "3:6"]
@@ -95,27 +85,21 @@ def test_what_a_session_holds_and_may_be(pool: MemoryPool, models: Path, expecte
         with pytest.raises(SwarmError, match="closed"):
             await step(session, b)
 
-    run(pool, models, main)
-
 
 @pytest.mark.usefixtures("servers")
-def test_chunks_of_a_reordered_prompt_change_rows_once(
+async def test_chunks_of_a_reordered_prompt_change_rows_once(
     pool: MemoryPool, models: Path, expected: Callable[..., torch.Tensor]
 ) -> None:
     a, b = hidden(4, rows=2), hidden(6, 1, rows=2)
-
-    async def main(client: SwarmClient) -> None:
-        async with client.session(replace(SPEC, batch=2)) as session:
-            assert isinstance(session, ClientSession)
-            await step(session, a)
-            out = await step(session, b, (1, 0), size=2)
-            assert close_to(out, expected((a, 0, ()), (b, 4, (1, 0))))
-            assert session.position == 10 and session.max_step_tokens == STEP_TOKENS // 2
-
-    run(pool, models, main)
+    async with a_client(pool, models, None) as client, client.session(replace(SPEC, batch=2)) as session:
+        assert isinstance(session, ClientSession)
+        await step(session, a)
+        out = await step(session, b, (1, 0), size=2)
+        assert close_to(out, expected((a, 0, ()), (b, 4, (1, 0))))
+        assert session.position == 10 and session.max_step_tokens == STEP_TOKENS // 2
 
 
-def test_a_session_is_taken_up_where_it_was(
+async def test_a_session_is_taken_up_where_it_was(
     pool: MemoryPool,
     models: Path,
     servers: tuple[MemoryServer, MemoryServer],
@@ -166,5 +150,6 @@ def test_a_session_is_taken_up_where_it_was(
                 assert session.position == 0
                 assert close_to(await step(session, a), expected((a, 0, ())))
 
-    for main in (leave, take_up, go_back, lose):
-        run(pool, models, main, identity)
+    for visit in (leave, take_up, go_back, lose):
+        async with a_client(pool, models, identity) as client:
+            await visit(client)

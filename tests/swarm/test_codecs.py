@@ -14,7 +14,7 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.chunks import to_chunks
-from petalnode.node.client.core import CODEC_OF, ClientOptions, SwarmClient, open_client
+from petalnode.node.client.core import CODEC_OF, ClientOptions, open_client
 from petalnode.node.client.generation.conversation import Conversation, Sampling
 from petalnode.node.client.session.session import ClientSession, SavedSession
 from petalnode.node.client.session.stream import HopTiming, SessionSpec
@@ -167,28 +167,27 @@ def test_conversations_share_their_beginning_under_a_codec(codec: str, pool: Mem
     assert again[1] == (0 if codec == "int8" else 64)
 
 
-def test_session_is_resumed_under_its_codec(pool: MemoryPool, folder: Path) -> None:
+async def test_session_is_resumed_under_its_codec(pool: MemoryPool, folder: Path) -> None:
     identity = Identity.generate()
     spec = SessionSpec(b"", Span(0, NUM_BLOCKS), batch=1, max_length=40, keep=100.0)
 
-    async def held(client: SwarmClient, saved: SavedSession | None) -> tuple[str, int, SavedSession | None]:
-        async with client.session(spec, saved=saved) as session:
-            assert isinstance(session, ClientSession)
-            position = session.position
-            if saved is None:
-                await session.step(to_chunks(hidden(5), session.spec.codec, 40))
-            return session.spec.codec, position, session.saved()
-
-    async def main(codec: str, saved: SavedSession | None) -> tuple[str, int, SavedSession | None]:
+    async def held(codec: str, saved: SavedSession | None) -> tuple[str, int, SavedSession | None]:
         async with pool.swarm.network.open_swarm(SwarmConfig(identity)) as node:
             model = await identify_model(node, resolve(str(folder)))
-            async with open_client(node, model, ClientOptions(codec=codec)) as client:
-                return await held(client, saved)
+            async with (
+                open_client(node, model, ClientOptions(codec=codec)) as client,
+                client.session(spec, saved=saved) as session,
+            ):
+                assert isinstance(session, ClientSession)
+                position = session.position
+                if saved is None:
+                    await session.step(to_chunks(hidden(5), session.spec.codec, 40))
+                return session.spec.codec, position, session.saved()
 
-    codec, position, saved = pool.swarm.call(main, "float16", None)
+    codec, position, saved = await held("float16", None)
     assert (codec, position) == ("float16", 0) and saved is not None and saved.codec == "float16"
-    assert pool.swarm.call(main, "none", saved)[:2] == ("none", 0)  # a new one
-    assert pool.swarm.call(main, "auto", saved)[0] == "float16"
+    assert (await held("none", saved))[:2] == ("none", 0)  # a new one
+    assert (await held("auto", saved))[0] == "float16"
 
 
 def test_a_codec_that_there_is_not(pool: MemoryPool, folder: Path) -> None:

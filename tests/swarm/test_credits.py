@@ -136,10 +136,10 @@ def credits(points: PointsSwarm, *arguments: str) -> Outcome:
     return petalnode("credits", command, points.validator_address, *rest, *key, "--json", env=points.nodes.env)
 
 
-def test_server_earns_and_its_owner_gets_the_points(points: PointsSwarm) -> None:
+async def test_server_earns_and_its_owner_gets_the_points(points: PointsSwarm) -> None:
     owner = Identity.generate()
     assert points.earned >= ENOUGH
-    held = trio.run(credit_of, points, points.earner)
+    held = await credit_of(points, points.earner)
     outcome = credits(points, "balance")
     assert outcome.code == 0, outcome
     (credit,) = outcome.objects
@@ -150,17 +150,17 @@ def test_server_earns_and_its_owner_gets_the_points(points: PointsSwarm) -> None
     assert outcome.code == 0, outcome
     (cleared,) = outcome.objects
     assert (cleared["to"], cleared["points"], cleared["sequence"]) == (owner.peer_id, 2 * CACHE, held.sequence + 1)
-    assert trio.run(credit_of, points, owner).points == 2 * CACHE
-    assert trio.run(credit_of, points, points.earner).points == held.points - 2 * CACHE
+    assert (await credit_of(points, owner)).points == 2 * CACHE
+    assert (await credit_of(points, points.earner)).points == held.points - 2 * CACHE
     too_much = credits(points, "transfer", owner.peer_id, str(1 << 40))
     assert too_much.code == 3, too_much
     assert "points are wanted" in too_much.err and "Traceback" not in too_much.err
 
 
-def test_earnings_remain_when_the_validator_comes_back(points: PointsSwarm) -> None:
-    before = trio.run(credit_of, points, points.earner)
+async def test_earnings_remain_when_the_validator_comes_back(points: PointsSwarm) -> None:
+    before = await credit_of(points, points.earner)
     points.restart_validator("100000")
-    after = trio.run(credit_of, points, points.earner)
+    after = await credit_of(points, points.earner)
     assert (after.points, after.sequence) == (before.points, before.sequence)
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.blocks.stack import BlockStack, closed, opened
+from petalnode.node.blocks.span import BlockSpan
+from petalnode.node.blocks.stack import closed, opened
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.client.generation.conversation import Conversation
 from petalnode.node.client.generation.sampling import Sampling
@@ -81,23 +82,30 @@ async def _shown(swarm: MemorySwarm, folder: Path, ids: list[int], first: int) -
         return [session_bundle(client.swarm.identity, log, step) for step in range(len(log.entries))]
 
 
+def forged(blocks: BlockSpan) -> BlockSpan:
+    """What computes other values of what goes from block to block."""
+    stack, run = blocks.stack, blocks.stack.run
+
+    def forging(*given: Any, **options: Any) -> torch.Tensor:
+        inside, ahead = opened(stack.boundaries, run(*given, **options))
+        if not ahead.shape[2]:
+            inside = inside.roll(1, dims=-1)
+        return closed(stack.boundaries, inside, ahead.roll(1, dims=2))
+
+    stack.run = forging  # type: ignore[method-assign]
+    return blocks
+
+
 def test_who_forges_what_blocks_make_is_proven_faulty(
-    model: Model, swarm: MemorySwarm, folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    model: Model, swarm: MemorySwarm, folder: Path, kind: str
 ) -> None:
     first, there, ids = CUTS[kind][1].start, open_folder(folder, "tiny"), prompt(1, 9)[0].tolist()
     found = [check_evidence(bundle, there) for bundle in swarm.call(_shown, swarm, folder, ids, first)]
     assert not any(one.proven for one in found) and all(one.signed for one in found), found
-    run = BlockStack.run
-
-    def forged(self: BlockStack, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        inside, ahead = opened(self.boundaries, run(self, hidden, *args, **kwargs))
-        if not ahead.shape[2]:
-            inside = inside.roll(1, dims=-1)
-        return closed(self.boundaries, inside, ahead.roll(1, dims=2))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(BlockStack, "run", forged)
-        bundles = swarm.call(_shown, swarm, folder, ids, first)
+    with memory_swarm() as false:
+        for span in CUTS[kind]:
+            assert false.start(folder, str(span), computing=forged if span.start == first else None).ready
+        bundles = false.call(_shown, false, folder, ids, first)
     liar = [check_evidence(bundle, there) for bundle in bundles]
     assert all(one.proven for one in liar), liar
 

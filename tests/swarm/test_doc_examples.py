@@ -239,17 +239,9 @@ def _ask_nothing(*_: object, **__: object) -> None:
     raise _AsksTheNetwork
 
 
-def parser(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
-    """The command line with the command that is called."""
-    fresh = typer.Typer(callback=lambda: None)
-    monkeypatch.setattr(command_line, "app", fresh)
-    command_line.register(arguments)
-    return fresh
-
-
-def parse(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def parse(arguments: list[str]) -> None:
     """Has the command line's own parser read all arguments. Raises its errors."""
-    command: Any = typer.main.get_command(parser(arguments, monkeypatch))
+    command: Any = typer.main.get_command(command_line.command_line(arguments))
     while arguments and hasattr(command, "commands"):
         command, arguments = command.commands[arguments[0]], arguments[1:]
     command.make_context(command.name, list(arguments))
@@ -263,12 +255,11 @@ def try_out(command: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> tupl
         arguments += ["--max-new-tokens", "2"]
     if arguments[0] == "tune":
         arguments += ["--overwrite"]
-    parse(arguments, monkeypatch)
+    parse(arguments)
     if how == PARSED:
         return how, 0
     with monkeypatch.context() as here:
         here.setattr(sys, "stdin", io.StringIO("hello\n"))
-        parser(arguments, here)
         if how == UNTIL_NETWORK:
             here.setattr(trio, "run", _ask_nothing)
             try:

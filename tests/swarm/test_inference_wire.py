@@ -36,14 +36,14 @@ def _the_server_lives_on(server: MemoryServer, run: Run) -> Iterator[None]:
     """After whatever a test did to it, the same server answers the same question with the same bytes."""
     yield
 
-    async def main(swarm: Swarm) -> None:
-        session = await RawSession.opened(swarm, server.ready)
+    async def answer(node: Swarm) -> bytes:
+        session = await RawSession.opened(node, server.ready)
         frame, (payload,) = await session.step(1, 0, values(3))
         assert receipt_from_wire(frame.reply.receipt).is_signed_by(server.peer_id)
-        _right_answers.append(payload)
         await session.close()
+        return payload
 
-    run(main)
+    _right_answers.append(run(answer))
     assert server.alive
     assert _right_answers[-1] == _right_answers[0]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import stat
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +24,7 @@ from petalnode.node.client.session.chain import Interruption
 from petalnode.node.errors import MachineError, ServerFailed
 from petalnode.node.swarm.routing import Hop
 from petalnode.protocols.ids import Span
+from tests.full_disk import full_disk
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import environment, petalnode
 
@@ -138,48 +137,45 @@ def chatter(file: Path, *answers: list[int | Exception], prompt: str | None = No
 LOST = ServerFailed("the server …abc is gone", "abc")
 
 
-def test_question_and_part_stay_when_the_server_dies(tmp_path: Path) -> None:
+async def test_question_and_part_stay_when_the_server_dies(tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     talk, _ = chatter(file, [ord("o"), ord("k")], [ord("p"), ord("a"), LOST])
-    trio.run(talk.answer, "first")
+    await talk.answer("first")
     with pytest.raises(ServerFailed):
-        trio.run(talk.answer, "second")
+        await talk.answer("second")
     turns = [["user", "first"], ["assistant", "ok"], ["user", "second"], ["assistant", "pa"]]
     saved = json.loads(file.read_text())
     assert (saved["turns"], saved["unfinished"], saved["session"]) == (turns, True, None)
 
     again, conversation = chatter(file, [ord("y")], [ord("z")])
-    trio.run(again.obey, "/retry")  # the same question, without what came of its answer
+    await again.obey("/retry")  # the same question, without what came of its answer
     assert conversation.asked[0] == Letters().tokenize([ChatMessage(*turn) for turn in turns[:3]])
     saved = json.loads(file.read_text())
     assert (saved["turns"][2:], saved["unfinished"]) == ([["user", "second"], ["assistant", "y"]], False)
 
 
-def test_unanswered_question_is_kept_out_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_unanswered_question_is_kept_out_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "chat.json"
     talk, conversation = chatter(file, [LOST], [ord("y")])
-    trio.run(talk.obey, "lost question")
+    await talk.obey("lost question")
     assert "…abc is gone" in capsys.readouterr().err
     assert json.loads(file.read_text())["turns"] == [["user", "lost question"]]
-    trio.run(talk.obey, "next")
+    await talk.obey("next")
     assert conversation.asked[-1] == Letters().tokenize([ChatMessage("user", "next")])
     assert json.loads(file.read_text())["turns"] == [["user", "next"], ["assistant", "y"]]
 
 
-def test_a_disk_that_becomes_full_ends_no_conversation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+async def test_a_disk_that_becomes_full_ends_no_conversation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(path: Path, data: bytes) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     talk, _ = chatter(tmp_path / "chat.json", [ord("y")])
-    monkeypatch.setattr("petalnode.node.client.chat.write_private", full)
-    trio.run(talk.obey, "hi")
+    with full_disk():
+        await talk.obey("hi")
     shown = capsys.readouterr()
-    assert shown.out == "y\n" and "No space left on device" in shown.err
+    assert shown.out == "y\n" and "File too large" in shown.err
     once, _ = chatter(tmp_path / "chat.json", [ord("y")], prompt="hi")
-    with pytest.raises(MachineError, match="No space left"):  # one answer, and a script that reads the exit code
-        trio.run(once.answer, "hi")
+    with full_disk(), pytest.raises(MachineError, match="File too large"):  # one answer, and a script reads the code
+        await once.answer("hi")
     assert capsys.readouterr().out == "y\n"
 
 

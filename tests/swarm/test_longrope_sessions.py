@@ -25,7 +25,7 @@ from tests.greedy import prompt
 from tests.inspection import client_of, session_of
 from tests.swarm.deep_drafts import DEEP
 from tests.swarm.longrope_models import BORDER, FIELDS, given, padded
-from tests.swarm.memory_pool import opened, started
+from tests.swarm.memory_pool import opened, serving, started
 from tests.swarm.older_servers import Older
 from tests.tiny_models import load_whole, save_tiny
 
@@ -81,62 +81,50 @@ def test_a_server_that_dies_is_replaced(length: int, before: int, swarm: MemoryS
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_a_conversation_becomes_long_and_short_again(drafts: bool, swarm: MemorySwarm, folder: Path) -> None:
-    started(swarm, folder, "0:3", "3:6")
+async def test_a_conversation_becomes_long_and_short_again(drafts: bool, swarm: MemorySwarm, folder: Path) -> None:
+    await serving(swarm, folder, "0:3", "3:6")
     text = prompt(1, 6, seed=4).repeat(1, 30)[0].tolist()
-
-    async def main() -> None:
-        async with opened(swarm, folder) as (client, local):
-            conversation = Conversation(client, local, max_length=300, stop_tokens=(), drafts=drafts)
-            conversation.drafting.fixed = DEEP
-            async with aclosing(conversation):
-                tokens = text[: BORDER - 20]
-                for new in (8, 30, 5):
-                    made = await answer(conversation, tokens, new)
-                    assert made == expected(folder, tokens, new)
-                    tokens = [*tokens, *made, 7, 8, 9]
-                for length, new in ((BORDER - 5, 12), (BORDER - 2, 1), (BORDER + 1, 3), (150, 8), (BORDER, 6)):
-                    assert await answer(conversation, text[:length], new) == expected(folder, text[:length], new)
-
-    swarm.call(main)
+    async with opened(swarm, folder) as (client, local):
+        conversation = Conversation(client, local, max_length=300, stop_tokens=(), drafts=drafts)
+        conversation.drafting.fixed = DEEP
+        async with aclosing(conversation):
+            tokens = text[: BORDER - 20]
+            for new in (8, 30, 5):
+                made = await answer(conversation, tokens, new)
+                assert made == expected(folder, tokens, new)
+                tokens = [*tokens, *made, 7, 8, 9]
+            for length, new in ((BORDER - 5, 12), (BORDER - 2, 1), (BORDER + 1, 3), (150, 8), (BORDER, 6)):
+                assert await answer(conversation, text[:length], new) == expected(folder, text[:length], new)
 
 
-def test_kept_blocks_are_shared_among_equal_factors_only(swarm: MemorySwarm, folder: Path) -> None:
-    started(swarm, folder, "0:3", "3:6")
+async def test_kept_blocks_are_shared_among_equal_factors_only(swarm: MemorySwarm, folder: Path) -> None:
+    await serving(swarm, folder, "0:3", "3:6")
     text = prompt(1, 200, seed=6)[0].tolist()
-
-    async def main() -> None:
-        async with opened(swarm, folder) as (client, local):
-            for length, reused in ((100, 0), (BORDER - 2, 0), (BORDER, 32), (180, 96), (BORDER - 1, 32)):
-                conversation = Conversation(client, local, max_length=300, stop_tokens=())
-                async with aclosing(conversation):
-                    assert await answer(conversation, text[:length], 3) == expected(folder, text[:length], 3)
-                    assert conversation.reused == reused
-
-    swarm.call(main)
+    async with opened(swarm, folder) as (client, local):
+        for length, reused in ((100, 0), (BORDER - 2, 0), (BORDER, 32), (180, 96), (BORDER - 1, 32)):
+            conversation = Conversation(client, local, max_length=300, stop_tokens=())
+            async with aclosing(conversation):
+                assert await answer(conversation, text[:length], 3) == expected(folder, text[:length], 3)
+                assert conversation.reused == reused
 
 
-def test_another_process_takes_up_what_is_saved(swarm: MemorySwarm, folder: Path) -> None:
-    started(swarm, folder, "0:3", "3:6")
+async def test_another_process_takes_up_what_is_saved(swarm: MemorySwarm, folder: Path) -> None:
+    await serving(swarm, folder, "0:3", "3:6")
     text = prompt(1, 100, seed=7)[0].tolist()
-
-    async def main() -> None:
-        async with opened(swarm, folder) as (client, local):
-            for length in (BORDER - 9, BORDER + 9):
-                first = Conversation(client, local, max_length=300, stop_tokens=())
-                first.keep([], None)
-                made = await answer(first, text[:length], 4)
-                held, saved = first.state()
-                await first.aclose()
-                assert saved is not None
-                second = Conversation(client, local, max_length=300, stop_tokens=())
-                second.keep(held, saved)
-                async with aclosing(second):
-                    tokens = [*text[:length], *made, 5]
-                    assert await answer(second, tokens, 20) == expected(folder, tokens, 20)
-                    assert second.reused >= length
-
-    swarm.call(main)
+    async with opened(swarm, folder) as (client, local):
+        for length in (BORDER - 9, BORDER + 9):
+            first = Conversation(client, local, max_length=300, stop_tokens=())
+            first.keep([], None)
+            made = await answer(first, text[:length], 4)
+            held, saved = first.state()
+            await first.aclose()
+            assert saved is not None
+            second = Conversation(client, local, max_length=300, stop_tokens=())
+            second.keep(held, saved)
+            async with aclosing(second):
+                tokens = [*text[:length], *made, 5]
+                assert await answer(second, tokens, 20) == expected(folder, tokens, 20)
+                assert second.reused >= length
 
 
 def test_chains_that_are_compared(swarm: MemorySwarm, folder: Path) -> None:

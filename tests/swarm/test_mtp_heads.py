@@ -95,36 +95,32 @@ async def chat(
 
 
 @pytest.mark.parametrize("architecture", ["deepseek_v3", "qwen3_next"])
-def test_conversations_say_the_same(architecture: str, swarm: MemorySwarm, tmp_path: Path) -> None:
+async def test_conversations_say_the_same(architecture: str, swarm: MemorySwarm, tmp_path: Path) -> None:
     """Greedy and sampled, over several prompts, one longer than a chunk; behind what servers have kept of a prompt; and
     when one of them dies."""
     folder = save_with_head(architecture, tmp_path, forgets=True, **ENDLESS)
-    servers = serve(swarm, folder)
+    servers = await trio.to_thread.run_sync(serve, swarm, folder)
     prompts = [prompt(1, 300)[0].tolist(), prompt(1, 30, seed=2)[0].tolist()]
+    async with opened(swarm, folder) as (client, local):
+        greedy = Sampling(LENGTH)
+        said: list[list[int]] = []
+        for sampling in (greedy, Sampling(LENGTH, 0.8, 0.95, seed=4)):
+            plain, none, _ = await chat(client, local, prompts, sampling, drafts=False)
+            said.append(plain)
+            drafted, counts, _ = await chat(client, local, prompts, sampling)
+            assert drafted == plain and not none.drafted and counts.accepted > LENGTH
+            again, counts, reused = await chat(client, local, prompts[:1], sampling)
+            assert again == plain[: 300 + LENGTH] and counts.accepted > LENGTH / 2
+            assert reused > 200 or architecture == "qwen3_next"  # of whose states servers keep nothing
+        servers.extend(await trio.to_thread.run_sync(serve, swarm, folder))
+        made: list[str] = []
 
-    async def run() -> None:
-        async with opened(swarm, folder) as (client, local):
-            greedy = Sampling(LENGTH)
-            said: list[list[int]] = []
-            for sampling in (greedy, Sampling(LENGTH, 0.8, 0.95, seed=4)):
-                plain, none, _ = await chat(client, local, prompts, sampling, drafts=False)
-                said.append(plain)
-                drafted, counts, _ = await chat(client, local, prompts, sampling)
-                assert drafted == plain and not none.drafted and counts.accepted > LENGTH
-                again, counts, reused = await chat(client, local, prompts[:1], sampling)
-                assert again == plain[: 300 + LENGTH] and counts.accepted > LENGTH / 2
-                assert reused > 200 or architecture == "qwen3_next"  # of whose states servers keep nothing
-            servers.extend(await trio.to_thread.run_sync(serve, swarm, folder))
-            made: list[str] = []
+        def kill_one(conversation: Conversation) -> None:
+            made.append(conversation.route[1].peer_id)
+            if len(made) == LENGTH // 2:
+                next(one for one in servers if one.ready["peer_id"] == made[-1]).kill()
 
-            def kill_one(conversation: Conversation) -> None:
-                made.append(conversation.route[1].peer_id)
-                if len(made) == LENGTH // 2:
-                    next(one for one in servers if one.ready["peer_id"] == made[-1]).kill()
-
-            drafted, counts, _ = await chat(client, local, prompts, greedy, on_token=kill_one)
-            assert drafted == said[0] and counts.accepted and made[0] != made[-1]
-
-    swarm.call(run)
+        drafted, counts, _ = await chat(client, local, prompts, greedy, on_token=kill_one)
+        assert drafted == said[0] and counts.accepted and made[0] != made[-1]
     for server in servers:
         server.kill()

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 import trio
 
-from petalnode.node.testing import MemoryNetwork
+from petalnode.node.testing import MemoryNetwork, open_network
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span
 from tests.directory_node import DirectoryNode
@@ -69,8 +69,7 @@ async def swarm_of(network: MemoryNetwork) -> tuple[DirectoryNode, list[Director
 
 
 async def test_halves_of_a_swarm_come_together_again(virtual_time: None) -> None:
-    async with trio.open_nursery() as nursery:
-        network = MemoryNetwork(nursery, DirectoryNode)
+    async with open_network(DirectoryNode) as network:
         bootstrap, servers = await swarm_of(network)
         with_it, without = servers[: SERVERS // 2], servers[SERVERS // 2 :]
         lines = [network.link(one.peer_id, other.peer_id) for one in (bootstrap, *with_it) for other in without]
@@ -82,12 +81,10 @@ async def test_halves_of_a_swarm_come_together_again(virtual_time: None) -> None
         for line in lines:
             line.mend()
         await until(lambda: all_know([bootstrap, newcomer, *servers], [newcomer, *servers]), LONG)
-        nursery.cancel_scope.cancel()
 
 
 async def test_bootstrap_node_is_replaced_through_any_server(virtual_time: None) -> None:
-    async with trio.open_nursery() as nursery:
-        network = MemoryNetwork(nursery, DirectoryNode)
+    async with open_network(DirectoryNode) as network:
         bootstrap, servers = await swarm_of(network)
         bootstrap.end()
         await trio.sleep(LONG)
@@ -97,4 +94,3 @@ async def test_bootstrap_node_is_replaced_through_any_server(virtual_time: None)
         newcomer = await joined(network)
         announce(newcomer)
         await until(lambda: all_know([newcomer, replaced, *servers], [newcomer, *servers]), LONG)
-        nursery.cancel_scope.cancel()

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.client_part import ClientModel
 from petalnode.node.blocks.images.pictures import PictureTokens
-from petalnode.node.blocks.stack import BlockStack
+from petalnode.node.blocks.span import BlockSpan
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.core import SwarmClient
 from petalnode.node.client.generation.conversation import Conversation
@@ -25,7 +24,8 @@ from petalnode.node.trust.bundle import Bundle, session_bundle
 from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive
 from petalnode.node.verification.evidence_check import check_evidence
 from tests.inspection import client_of
-from tests.swarm.memory_pool import opened, started
+from tests.noted_blocks import NotedBlocks
+from tests.swarm.memory_pool import opened, serving, started
 from tests.swarm.older_servers import Older
 from tests.tiny_pictures import FAMILIES, save_seeing, seen
 
@@ -63,24 +63,20 @@ def with_end(given: dict[str, Any], tokens: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kind", "reused"), [("gemma3", 20), ("qwen3_vl", 32)])
-def test_second_prompt_begins_with_kept_whole_groups(
+async def test_second_prompt_begins_with_kept_whole_groups(
     swarm: MemorySwarm, tmp_path: Path, kind: str, reused: int
 ) -> None:
     """The first kept block ends within the picture's 16 tokens, which begin at the token 20."""
     whole = save_seeing(kind, tmp_path)
-    started(swarm, tmp_path, "0:2", "2:4")
+    await serving(swarm, tmp_path, "0:2", "2:4")
     given = seen(whole, kind, [(20, 44)])
     texts = [given, with_end(given, [7] * 35), given]
-
-    async def main() -> None:
-        async with opened(swarm, tmp_path) as (client, local):
-            found = [await answer(client, local, whole, text) for text in texts]
-            assert [tokens for tokens, _ in found] == [expected(whole, text) for text in texts]
-            assert [count for _, count in found] == [0, reused, 64]
-            other = {**given, "pixel_values": seen(whole, kind, [(20, 44)], seed=4)["pixel_values"]}
-            assert (await answer(client, local, whole, other))[0] == expected(whole, other)
-
-    swarm.call(main)
+    async with opened(swarm, tmp_path) as (client, local):
+        found = [await answer(client, local, whole, text) for text in texts]
+        assert [tokens for tokens, _ in found] == [expected(whole, text) for text in texts]
+        assert [count for _, count in found] == [0, reused, 64]
+        other = {**given, "pixel_values": seen(whole, kind, [(20, 44)], seed=4)["pixel_values"]}
+        assert (await answer(client, local, whole, other))[0] == expected(whole, other)
 
 
 async def shown(swarm: MemorySwarm, folder: Path, whole: Any, given: dict[str, Any]) -> list[Bundle]:
@@ -92,6 +88,19 @@ async def shown(swarm: MemorySwarm, folder: Path, whole: Any, given: dict[str, A
         return [session_bundle(client.swarm.identity, log, step) for step in range(len(log.entries))]
 
 
+class Ignoring(NotedBlocks):
+    """Computes pictures as if they were text."""
+
+    def __init__(self, blocks: BlockSpan) -> None:
+        super().__init__(blocks)
+        blocks.stack.adding = lambda features, first: nullcontext()  # type: ignore[method-assign]
+
+    def make_cache(self, *arguments: Any, **options: Any) -> Any:
+        cache: Any = super().make_cache(*arguments, **options)
+        cache.groups_of = lambda tokens: None
+        return cache
+
+
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4", "qwen3_vl"])
 def test_who_ignores_what_pictures_say_is_proven_faulty(swarm: MemorySwarm, tmp_path: Path, kind: str) -> None:
     whole = save_seeing(kind, tmp_path)
@@ -100,10 +109,9 @@ def test_who_ignores_what_pictures_say_is_proven_faulty(swarm: MemorySwarm, tmp_
     folder = open_folder(tmp_path, "tiny")
     found = [check_evidence(bundle, folder) for bundle in swarm.call(shown, swarm, tmp_path, whole, given)]
     assert not any(one.proven for one in found) and all(one.signed for one in found), found
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(SpanCache, "groups_of", lambda self, tokens: None)
-        patched.setattr(BlockStack, "adding", lambda self, features, first: nullcontext())
-        bundles = swarm.call(shown, swarm, tmp_path, whole, given)
+    with memory_swarm() as false:
+        started(false, tmp_path, "0:2", "2:4", computing=Ignoring)
+        bundles = false.call(shown, false, tmp_path, whole, given)
     liar = [check_evidence(bundle, folder) for bundle in bundles]  # of some steps too much depends on roundings
     assert any(one.proven for one in liar), liar
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from tests.connections import connection_lost
 from tests.directory_node import DirectoryNode
 from tests.model_hub import serve_hub
 from tests.slowness import Slowness
-from tests.swarm.processes import LOOPBACK, Nodes, nodes
+from tests.swarm.processes import LOOPBACK, nodes
 from tests.tiny_models import save_tiny
 
 BLOCKS = 6
@@ -112,11 +112,6 @@ async def hosts(*throughputs: float) -> AsyncIterator[list[Server]]:
             first = first or swarm.addrs[:1]
             found.append(Server(swarm, throughput, BLOCKS, config.identity))
         yield found
-
-
-async def with_deadline(scenario: Callable[..., Awaitable[None]], *arguments: object) -> None:
-    with trio.fail_after(DEADLINE):
-        await scenario(*arguments)
 
 
 def held(spans: list[Span], blocks: int = BLOCKS) -> list[int]:
@@ -297,8 +292,8 @@ async def test_gap_left_to_an_idle_server_is_closed() -> None:
         assert await other.move(interval=0.5) == Span(3, 6)
 
 
-def test_killed_server_is_missed_by_those_who_knew(tmp_path: Path) -> None:
-    async def scenario(started: Nodes) -> None:
+async def test_killed_server_is_missed_by_those_who_knew(tmp_path: Path) -> None:
+    with nodes(tmp_path) as started, trio.fail_after(DEADLINE):
         async with hosts(5.0, 5.0) as (first, second):
             options = {"blocks": [3, 6], "num_blocks": BLOCKS, "model_version": MODEL.hex(), "model_name": "model"}
             killed = started.announcer(**options, peers=first.swarm.addrs[:1])
@@ -319,9 +314,6 @@ def test_killed_server_is_missed_by_those_who_knew(tmp_path: Path) -> None:
                 assert server.placement.missed() and not server.placement.missed()
                 await server.placement.probe()
                 assert server.placement.gaps() == (Span(3, 6),)
-
-    with nodes(tmp_path) as started:
-        trio.run(with_deadline, scenario, started)
 
 
 @pytest.mark.virtual_time

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import combinations
 from pathlib import Path
@@ -13,13 +13,15 @@ import pytest
 import torch
 import trio
 
+from petalnode.node.blocks.cache import SpanCache
+from petalnode.node.blocks.span import BlockSpan
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.errors import BadInput
-from petalnode.node.server.steps import QueuedStep, StepRunner
 from petalnode.node.testing import MemoryNetwork
 from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
 from tests.inspection import client_of, session_of
+from tests.noted_blocks import NotedBlocks
 from tests.peft_adapters import load_with, save_lora
 from tests.swarm.fleet import Tap
 from tests.swarm.memory_pool import MemoryPool, memory_pool
@@ -41,11 +43,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 OLDER = Older()
 
 
+class Prompts:
+    """Servers that tell of each part of a prompt before they compute it."""
+
+    def __init__(self) -> None:
+        self.on_part: Callable[[int, int], object] = lambda first, position: None
+        """Gets the first of the server's blocks and the position of the part, in the server's compute thread."""
+
+    def computing(self, blocks: BlockSpan) -> Any:
+        def told(caches: Sequence[SpanCache], tokens: int) -> None:
+            if tokens > 1:
+                self.on_part(blocks.span.start, caches[0].length)
+
+        return NotedBlocks(blocks, before=told)
+
+
+PROMPTS = Prompts()
+
+
 @pytest.fixture(scope="module")
 def pool(folder: Path) -> Iterator[MemoryPool]:
     with memory_pool(folder) as pool:
         for blocks in SPANS * 2:
-            pool.start(blocks, prepare=OLDER.prepare)
+            pool.start(blocks, prepare=OLDER.prepare, computing=PROMPTS.computing)
         yield pool
 
 
@@ -201,7 +221,7 @@ def test_server_is_killed_with_several_steps_under_way(
             if not killed and peer_id == session.route[place][0] and count == 2:
                 killed.append(peer_id)
                 pool.of(peer_id).kill()
-                pool.start(SPANS[place], prepare=OLDER.prepare)
+                pool.start(SPANS[place], prepare=OLDER.prepare, computing=PROMPTS.computing)
 
         with tap.watching(on_answer):
             out = generate(model, ids)
@@ -223,7 +243,7 @@ def test_server_is_killed_and_others_have_no_room(pool: MemoryPool, model: Any, 
             if not killed and peer_id == session.route[1][0] and count == 2:
                 killed.append(peer_id)
                 pool.of(peer_id).kill()
-                pool.start(SPANS[1], prepare=OLDER.prepare)
+                pool.start(SPANS[1], prepare=OLDER.prepare, computing=PROMPTS.computing)
 
         with tap.watching(on_answer):
             out = generate(model, ids)
@@ -248,7 +268,7 @@ def test_prompts_rest_is_under_way_side_by_side(pool: MemoryPool, model: Any, wh
             if not killed and peer_id == session.route[0][0] and count == 2:
                 killed.append(peer_id)
                 pool.of(peer_id).kill()
-                pool.start(SPANS[0], prepare=OLDER.prepare)
+                pool.start(SPANS[0], prepare=OLDER.prepare, computing=PROMPTS.computing)
 
         tap.on_step = on_step
         with tap.watching(on_answer):
@@ -280,10 +300,10 @@ def test_abandoned_prompt_leaves_the_session_as_before(pool: MemoryPool, model: 
 
 @pytest.mark.parametrize("then", ["closed", "used"])
 def test_sent_chunks_of_an_abandoned_prompt_are_uncomputed(
-    then: str, pool: MemoryPool, model: Any, whole: Any, tap: Tap, monkeypatch: pytest.MonkeyPatch
+    then: str, pool: MemoryPool, model: Any, whole: Any, tap: Tap
 ) -> None:
     """The first server computes the first step until the client, which has sent it four more, has gone on."""
-    prefill, begun, go = StepRunner._prefill, threading.Event(), threading.Event()
+    begun, go = threading.Event(), threading.Event()
     computed: dict[int, list[int]] = {0: [], 2: [], 4: []}
     sent: list[int] = []
 
@@ -296,13 +316,11 @@ def test_sent_chunks_of_an_abandoned_prompt_are_uncomputed(
             raise GivenUp
         sent.append(step.sequence)
 
-    def computing(runner: StepRunner, step: QueuedStep, chunk: int) -> bool:
-        first = runner._blocks.span.start
-        computed[first].append(step.input.position)
+    def hold(first: int, position: int) -> None:
+        computed[first].append(position)
         if not first:
             begun.set()
             go.wait()
-        return prefill(runner, step, chunk)
 
     ids = prompt()
     try:
@@ -310,7 +328,7 @@ def test_sent_chunks_of_an_abandoned_prompt_are_uncomputed(
             generate(model, ids[:, :9])
             again(session)
             tap.on_step = on_step
-            monkeypatch.setattr(StepRunner, "_prefill", computing)
+            PROMPTS.on_part = hold
             with pytest.raises((GivenUp, ExceptionGroup)):
                 generate(model, ids)
             if then == "used":
@@ -346,10 +364,9 @@ def test_last_server_sends_no_more_than_needed(model: Any, whole: Any) -> None:
 
 
 @pytest.mark.usefixtures("pushes_awaited")
-def test_server_that_knows_no_receipt_only_sends(model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OLDER, "unknown", {"receipt_only"})
+def test_server_that_knows_no_receipt_only_sends(model: Any, whole: Any) -> None:
     ids = prompt()
-    with model.inference_session(max_length=LONG + 8) as session:
+    with OLDER.without("receipt_only"), model.inference_session(max_length=LONG + 8) as session:
         generate(model, ids)
         again(session)
         before = received(session)
@@ -373,10 +390,10 @@ def test_outputs_of_all_tokens_come_where_wanted(model: Any, whole: Any) -> None
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_server_is_killed_with_three_steps_under_way(
-    place: int, pool: MemoryPool, model: Any, whole: Any, tap: Tap, monkeypatch: pytest.MonkeyPatch
+    place: int, pool: MemoryPool, model: Any, whole: Any, tap: Tap
 ) -> None:
     """It is in the middle of the first of them; rows are padded."""
-    prefill, begun, go = StepRunner._prefill, threading.Event(), threading.Event()
+    begun, go = threading.Event(), threading.Event()
     ids, sent, killed = prompt(3), [0], []
     mask = torch.ones_like(ids)
     mask[0, :40] = mask[2, :7] = 0
@@ -387,22 +404,21 @@ def test_server_is_killed_with_three_steps_under_way(
             await trio.to_thread.run_sync(begun.wait)
             killed.append(session.route[place][0])
             pool.of(killed[0]).kill()
-            pool.start(SPANS[place], prepare=OLDER.prepare)
+            pool.start(SPANS[place], prepare=OLDER.prepare, computing=PROMPTS.computing)
             go.set()
         sent[0] += first
 
-    def computing(runner: StepRunner, step: QueuedStep, chunk: int) -> bool:
-        if runner._blocks.span.start == 2 * place and not go.is_set():
+    def hold(first: int, position: int) -> None:
+        if first == 2 * place and not go.is_set():
             begun.set()
             go.wait()
-        return prefill(runner, step, chunk)
 
     try:
         with model.inference_session(max_length=LONG + 8) as session:
             generate(model, ids, attention_mask=mask)  # the servers have had the time to open streams to each other
             again(session)
             tap.on_step = on_step
-            monkeypatch.setattr(StepRunner, "_prefill", computing)
+            PROMPTS.on_part = hold
             out = generate(model, ids, attention_mask=mask)
             assert session.recoveries == 1 and killed[0] not in [peer_id for peer_id, _ in session.route]
     finally:

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import trio
 
 from petalnode.crypto.evidence import ACCUSATION_DOMAIN
 from petalnode.crypto.identity import Identity
-from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.api.inference_session import InferenceSession
 from petalnode.node.client.generation.conversation import Conversation
@@ -27,7 +25,8 @@ from petalnode.node.trust.bundle import Bundle, session_bundle
 from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive
 from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.protocols import wire_pb2 as wire
-from tests.swarm.memory_pool import opened, started
+from tests.noted_blocks import NotedBlocks
+from tests.swarm.memory_pool import opened, serving, started
 from tests.swarm.prefix_answers import answer
 from tests.tiny_models import VOCABULARY, load_whole, save_tiny
 
@@ -52,19 +51,15 @@ def expected(folder: Path, prompt: Sequence[int], tokens: int = 5) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-def test_second_session_begins_with_what_first_has_left(swarm: MemorySwarm, folder: Path) -> None:
-    servers = started(swarm, folder, "0:2", "2:6")
-
-    async def main() -> None:
-        async with opened(swarm, folder) as (client, local):
-            first = await answer(client, local, [*PREFIX, 5, 6])
-            computed = [server.tallies.prefill.tokens for server in servers]
-            assert first == (expected(folder, [*PREFIX, 5, 6]), 0)
-            again = await answer(client, local, [*PREFIX, 7, 8, 9])
-            assert again == (expected(folder, [*PREFIX, 7, 8, 9]), 96)
-            assert [server.tallies.prefill.tokens for server in servers] == [total + 7 for total in computed]
-
-    swarm.call(main)
+async def test_second_session_begins_with_what_first_has_left(swarm: MemorySwarm, folder: Path) -> None:
+    servers = await serving(swarm, folder, "0:2", "2:6")
+    async with opened(swarm, folder) as (client, local):
+        first = await answer(client, local, [*PREFIX, 5, 6])
+        computed = [server.tallies.prefill.tokens for server in servers]
+        assert first == (expected(folder, [*PREFIX, 5, 6]), 0)
+        again = await answer(client, local, [*PREFIX, 7, 8, 9])
+        assert again == (expected(folder, [*PREFIX, 7, 8, 9]), 96)
+        assert [server.tallies.prefill.tokens for server in servers] == [total + 7 for total in computed]
 
 
 @pytest.mark.parametrize(
@@ -75,90 +70,69 @@ def test_second_session_begins_with_what_first_has_left(swarm: MemorySwarm, fold
         ("jamba", 300, {290: 256, 200: 0}),  # transformers computes it token by token
     ],
 )
-def test_session_with_states_begins_behind_kept_ones(
+async def test_session_with_states_begins_behind_kept_ones(
     kind: str, length: int, reused: dict[int, int], swarm: MemorySwarm, tmp_path: Path
 ) -> None:
     """`reused`: tokens, by those that another text has in common with the first."""
     folder = save_tiny(kind, tmp_path / "model", max_position_embeddings=1024, eos_token_id=None)
-    servers = started(swarm, folder, "0:3", "3:6")
+    servers = await serving(swarm, folder, "0:3", "3:6")
     text = torch.randint(3, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(2))[0].tolist()
-
-    async def main() -> None:
-        async with opened(swarm, folder) as (client, local):
-            assert await answer(client, local, text, length=700) == (expected(folder, text), 0)
-            computed = [server.tallies.prefill.tokens for server in servers]
-            for shared, kept in reused.items():
-                other = [*text[:shared], 5, 6, 7]
-                assert await answer(client, local, other, length=700) == (expected(folder, other), kept)
-                computed = [total + shared + 3 - kept for total in computed]
-                assert [server.tallies.prefill.tokens for server in servers] == computed
-
-    swarm.call(main)
+    async with opened(swarm, folder) as (client, local):
+        assert await answer(client, local, text, length=700) == (expected(folder, text), 0)
+        computed = [server.tallies.prefill.tokens for server in servers]
+        for shared, kept in reused.items():
+            other = [*text[:shared], 5, 6, 7]
+            assert await answer(client, local, other, length=700) == (expected(folder, other), kept)
+            computed = [total + shared + 3 - kept for total in computed]
+            assert [server.tallies.prefill.tokens for server in servers] == computed
 
 
-def test_another_process_finds_it_at_whole_servers(swarm: MemorySwarm, folder: Path) -> None:
-    (server,) = started(swarm, folder, "0:6")
+async def test_another_process_finds_it_at_whole_servers(swarm: MemorySwarm, folder: Path) -> None:
+    (server,) = await serving(swarm, folder, "0:6")
     identity = Identity.generate()
-
-    async def main() -> None:
-        async with opened(swarm, folder, identity) as (client, local):
-            await answer(client, local, PREFIX)
-        computed = server.tallies.prefill.tokens
-        async with opened(swarm, folder, identity) as (client, local):
-            assert await answer(client, local, PREFIX) == (expected(folder, PREFIX), 96)
-        assert server.tallies.prefill.tokens == computed + 4
-
-    swarm.call(main)
+    async with opened(swarm, folder, identity) as (client, local):
+        await answer(client, local, PREFIX)
+    computed = server.tallies.prefill.tokens
+    async with opened(swarm, folder, identity) as (client, local):
+        assert await answer(client, local, PREFIX) == (expected(folder, PREFIX), 96)
+    assert server.tallies.prefill.tokens == computed + 4
 
 
-def test_others_and_other_salts_share_nothing(swarm: MemorySwarm, folder: Path) -> None:
-    started(swarm, folder, "0:6")
+async def test_others_and_other_salts_share_nothing(swarm: MemorySwarm, folder: Path) -> None:
+    await serving(swarm, folder, "0:6")
     identity = Identity.generate()
-
-    async def main() -> None:
-        async with opened(swarm, folder, identity) as (client, local):
-            await answer(client, local, PREFIX)
-            assert (await answer(client, local, PREFIX, salt=b"another"))[1] == 0
-            assert (await answer(client, local, PREFIX, salt=b"another"))[1] == 96
-        async with opened(swarm, folder) as (stranger, local):
-            # It knows the text.
-            assert (await answer(stranger, local, PREFIX)) == (expected(folder, PREFIX), 0)
-
-    swarm.call(main)
+    async with opened(swarm, folder, identity) as (client, local):
+        await answer(client, local, PREFIX)
+        assert (await answer(client, local, PREFIX, salt=b"another"))[1] == 0
+        assert (await answer(client, local, PREFIX, salt=b"another"))[1] == 96
+    async with opened(swarm, folder) as (stranger, local):
+        # It knows the text.
+        assert (await answer(stranger, local, PREFIX)) == (expected(folder, PREFIX), 0)
 
 
-def test_one_salts_clients_share_where_allowed(swarm: MemorySwarm, folder: Path) -> None:
-    assert swarm.start(folder, "0:6", prefix_cache="salted").ready
-
-    async def main() -> None:
-        for salt, reused in ((b"known to several", 0), (b"known to several", 96), (b"known to nobody else", 0)):
-            async with opened(swarm, folder) as (client, local):
-                client.state.prefix_salt = salt
-                assert await answer(client, local, PREFIX) == (expected(folder, PREFIX), reused)
-
-    swarm.call(main)
-
-
-def test_dead_server_is_replaced_with_what_came_before(swarm: MemorySwarm, folder: Path) -> None:
-    first, second = started(swarm, folder, "0:2", "2:6")
-
-    async def main() -> None:
+async def test_one_salts_clients_share_where_allowed(swarm: MemorySwarm, folder: Path) -> None:
+    await serving(swarm, folder, "0:6", prefix_cache="salted")
+    for salt, reused in ((b"known to several", 0), (b"known to several", 96), (b"known to nobody else", 0)):
         async with opened(swarm, folder) as (client, local):
-            await answer(client, local, PREFIX)
-            conversation = Conversation(client, local, max_length=200, stop_tokens=())
-            async with aclosing(conversation):
-                prompt = [*PREFIX, 7, 8, 9]
-                begun = await conversation.answer(prompt, Sampling(max_new_tokens=4), lambda _: None)
-                assert conversation.reused == 96
-                third = swarm.start(folder, "2:6")
-                await trio.to_thread.run_sync(lambda: third.ready)
-                second.kill()
-                rest = await conversation.answer([*prompt, *begun], Sampling(max_new_tokens=4), lambda _: None)
-                assert conversation.recoveries == 1
-                assert [*begun, *rest] == expected(folder, prompt, 8)
-                assert third.tallies.prefill.tokens >= 96
+            client.state.prefix_salt = salt
+            assert await answer(client, local, PREFIX) == (expected(folder, PREFIX), reused)
 
-    swarm.call(main)
+
+async def test_dead_server_is_replaced_with_what_came_before(swarm: MemorySwarm, folder: Path) -> None:
+    first, second = await serving(swarm, folder, "0:2", "2:6")
+    async with opened(swarm, folder) as (client, local):
+        await answer(client, local, PREFIX)
+        conversation = Conversation(client, local, max_length=200, stop_tokens=())
+        async with aclosing(conversation):
+            prompt = [*PREFIX, 7, 8, 9]
+            begun = await conversation.answer(prompt, Sampling(max_new_tokens=4), lambda _: None)
+            assert conversation.reused == 96
+            (third,) = await serving(swarm, folder, "2:6")
+            second.kill()
+            rest = await conversation.answer([*prompt, *begun], Sampling(max_new_tokens=4), lambda _: None)
+            assert conversation.recoveries == 1
+            assert [*begun, *rest] == expected(folder, prompt, 8)
+            assert third.tallies.prefill.tokens >= 96
     assert first.alive
 
 
@@ -241,15 +215,17 @@ def test_what_was_reused_is_recomputed_by_auditors(swarm: MemorySwarm, folder: P
         assert not refuted.proven and not refuted.exchanged and not refuted.signed
 
 
-def test_server_that_did_not_keep_it_is_found(
-    swarm: MemorySwarm, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = SpanCache.read
+class Forgetful(NotedBlocks):
+    """Keeps zeros for later sessions."""
 
-    def emptied(cache: SpanCache, start: int, end: int) -> Any:
-        return [replace(held, values=held.values * 0) for held in read(cache, start, end)]
+    def make_cache(self, *arguments: Any, **options: Any) -> Any:
+        cache: Any = super().make_cache(*arguments, **options)
+        read = cache.read
+        cache.read = lambda *part: [replace(held, values=held.values * 0) for held in read(*part)]
+        return cache
 
-    monkeypatch.setattr(SpanCache, "read", emptied)
-    started(swarm, folder, "0:6")
+
+def test_server_that_did_not_keep_it_is_found(swarm: MemorySwarm, folder: Path) -> None:
+    started(swarm, folder, "0:6", computing=Forgetful)
     outcome = check_evidence(swarm.call(shared_bundle, swarm, folder), open_folder(folder, "tiny"))
     assert outcome.proven, outcome

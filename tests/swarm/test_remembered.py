@@ -45,71 +45,67 @@ async def sees(swarm: Swarm, *peers: str) -> None:
             await swarm.wait_changed()
 
 
-def run_once(how: SwarmConfig, *wanted: str) -> JoinResult | None:
+async def run_once(how: SwarmConfig, *wanted: str) -> JoinResult | None:
     """A whole run of a node, which sees these servers; returns how it joined."""
-
-    async def main() -> JoinResult | None:
-        async with open_swarm(how) as swarm:
-            await sees(swarm, *wanted)
-            return swarm.joined
-
-    return trio.run(main)
+    async with open_swarm(how) as swarm:
+        await sees(swarm, *wanted)
+        return swarm.joined
 
 
-def test_node_joins_by_earlier_peers(nodes: Nodes, memory: Path) -> None:
+async def test_node_joins_by_earlier_peers(nodes: Nodes, memory: Path) -> None:
     bootstrap = nodes.start().ready()
     server = nodes.start(blocks=[0, 4], peers=[bootstrap.addr]).ready()
-    joined = run_once(config(memory, bootstrap.addr, listen=(LOOPBACK,)), server.peer_id)
+    joined = await run_once(config(memory, bootstrap.addr, listen=(LOOPBACK,)), server.peer_id)
     assert joined == JoinResult("peers", bootstrap.peer_id)
 
     # Whichever of the two it was connected to has to do.
     kept = {record.peer_id for record in PeerStore(memory).load()}
     assert bootstrap.peer_id in kept
-    joined = run_once(config(memory), server.peer_id)
+    joined = await run_once(config(memory), server.peer_id)
     assert joined is not None and joined.way == "remembered" and joined.peer_id in kept
 
 
-def test_the_living_are_found_among_the_dead(nodes: Nodes, memory: Path) -> None:
+async def test_the_living_are_found_among_the_dead(nodes: Nodes, memory: Path) -> None:
     server = nodes.start(blocks=[0, 4]).ready()
     dead = {Identity.generate().peer_id: [NOBODY] for _ in range(30)}
     where = server.addr.partition("/p2p/")[0]
     PeerStore(memory).update({server.peer_id: [NOBODY, where]}, (), time.time() - 100)
     PeerStore(memory).update(dead, (), time.time())
-    assert run_once(config(memory), server.peer_id) == JoinResult("remembered", server.peer_id)
+    assert await run_once(config(memory), server.peer_id) == JoinResult("remembered", server.peer_id)
     kept = PeerStore(memory).load()
     assert kept[0].peer_id == server.peer_id and kept[0].addrs[0] == where and not kept[0].failing
     assert any(record.failing for record in kept[1:])
 
 
-def test_who_remembers_nobody_stays_alone(memory: Path) -> None:
+async def test_who_remembers_nobody_stays_alone(memory: Path) -> None:
     PeerStore(memory).update({Identity.generate().peer_id: [NOBODY]}, (), time.time())
-    assert run_once(config(memory, listen=(LOOPBACK,))) is None
+    assert await run_once(config(memory, listen=(LOOPBACK,))) is None
     assert not any(record.failing for record in PeerStore(memory).load())
 
 
-def test_a_peer_that_was_named_has_to_answer(nodes: Nodes, memory: Path) -> None:
+async def test_a_peer_that_was_named_has_to_answer(nodes: Nodes, memory: Path) -> None:
     """Else a person with a typo would talk to another swarm than the one meant."""
     server = nodes.start(blocks=[0, 4]).ready()
-    run_once(config(memory, server.addr), server.peer_id)
+    await run_once(config(memory, server.addr), server.peer_id)
     stranger = f"{NOBODY}/p2p/{Identity.generate().peer_id}"
     with pytest.raises(SwarmError, match="no peer has answered"):
-        run_once(config(memory, stranger))
+        await run_once(config(memory, stranger))
 
 
-def test_swarms_parts_meet_in_a_remembering_node(nodes: Nodes, memory: Path) -> None:
+async def test_swarms_parts_meet_in_a_remembering_node(nodes: Nodes, memory: Path) -> None:
     """One part is that of the peer that was named to it, then and now."""
     bootstrap = nodes.start().ready()
     one = nodes.start(blocks=[0, 4], peers=[bootstrap.addr]).ready()
-    run_once(config(memory, bootstrap.addr), one.peer_id)
+    await run_once(config(memory, bootstrap.addr), one.peer_id)
     other = nodes.start(blocks=[4, 8], seed=secrets.token_hex(32)).ready()
     # As if the bootstrap node had come back at another address, and had forgotten all.
     PeerStore(memory).update({other.peer_id: [other.addr.partition("/p2p/")[0]]}, (), time.time(), [bootstrap.peer_id])
-    run_once(config(memory, bootstrap.addr, listen=(LOOPBACK,)), one.peer_id, other.peer_id)
+    await run_once(config(memory, bootstrap.addr, listen=(LOOPBACK,)), one.peer_id, other.peer_id)
 
 
 async def test_node_told_its_swarm_stays_out_of_others(nodes: Nodes, memory: Path) -> None:
     one, other = nodes.start(blocks=[0, 4]).ready(), nodes.start(blocks=[4, 8]).ready()
-    await trio.to_thread.run_sync(run_once, config(memory, one.addr), one.peer_id)
+    await run_once(config(memory, one.addr), one.peer_id)
     async with open_swarm(config(memory, other.addr, listen=(LOOPBACK,))) as swarm:
         await sees(swarm, other.peer_id)
         with trio.move_on_after(2):
@@ -126,7 +122,7 @@ async def test_a_node_that_loses_everybody_comes_back(way: str, nodes: Nodes, me
 
     server = start()
     if way == "remembered":
-        await trio.to_thread.run_sync(run_once, config(memory, server.addr), server.peer_id)
+        await run_once(config(memory, server.addr), server.peer_id)
     peers = [server.addr] if way == "peers" else []
 
     async with open_swarm(config(memory, *peers, announcement_ttl=2.0)) as swarm:

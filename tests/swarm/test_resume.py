@@ -20,8 +20,8 @@ from petalnode.protocols.ids import PUSH, Span
 from petalnode.protocols.inference import receipt_from_wire
 from tests.attacks.one_server import OneServer, one_server, pushed
 from tests.swarm.free_tokens import TOKENS, announced_free
-from tests.swarm.memory_pool import MemoryPool, raw_runs
-from tests.swarm.raw import TIMEOUT, RawSession, Run, values
+from tests.swarm.memory_pool import MemoryPool, raw_node_of
+from tests.swarm.raw import TIMEOUT, RawSession, values
 from tests.tiny_models import NUM_BLOCKS, save_tiny
 
 KEEP = 60_000
@@ -156,32 +156,19 @@ async def test_what_old_stream_says_later_is_not_heard(server: MemoryServer, raw
     await following.close()
 
 
-def test_only_its_own_client_can_take_session_up(pool: MemoryPool, server: MemoryServer, run: Run) -> None:
-    async def main(swarm: Swarm) -> None:
-        session = await opened(swarm, server)
-        for changed in ({"epoch": os.urandom(16)}, {}):
-            stranger = RawSession(session.stream, session.ready)
-            stranger.granted.CopyFrom(session.granted)
-            if changed:
-                stranger.nonce = session.nonce
-            _, answer = await resumed(swarm, stranger, **changed)
-            assert answer.error.code == wire.ERROR_NOT_FOUND
-        await session.step(1, 0, values(3))
-        await session.close()
-
-    run(main)
-    with raw_runs(pool) as other:
-        sessions: list[RawSession] = []
-
-        async def leave(swarm: Swarm) -> None:
-            sessions.append(await opened(swarm, server))
-
-        async def steal(swarm: Swarm) -> None:
-            _, answer = await resumed(swarm, sessions[0])
-            assert answer.error.code == wire.ERROR_NOT_FOUND
-
-        run(leave)
-        other(steal)
+async def test_only_its_own_client_can_take_session_up(pool: MemoryPool, server: MemoryServer, raw_node: Swarm) -> None:
+    session = await opened(raw_node, server)
+    for changed in ({"epoch": os.urandom(16)}, {}):
+        stranger = RawSession(session.stream, session.ready)
+        stranger.granted.CopyFrom(session.granted)
+        if changed:
+            stranger.nonce = session.nonce
+        _, answer = await resumed(raw_node, stranger, **changed)
+        assert answer.error.code == wire.ERROR_NOT_FOUND
+    await session.step(1, 0, values(3))
+    await session.close()
+    _, answer = await resumed(raw_node_of(pool), await opened(raw_node, server))
+    assert answer.error.code == wire.ERROR_NOT_FOUND
 
 
 async def test_an_error_ends_the_session_wherever_it_is(server: MemoryServer, raw_node: Swarm) -> None:

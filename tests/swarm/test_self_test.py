@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from petalnode.node.blocks import machine_check
+from petalnode.node.blocks.kernels import choice
 from petalnode.node.blocks.machine_check import GreedyAnswer, ProductSpeed
 from petalnode.node.cli.commands import self_test
 from petalnode.node.cli.commands.doctor import Finding
@@ -49,55 +48,37 @@ def test_only_other_tokens_are_a_fault() -> None:
     assert other.verdict == "problem" and "from 2 on" in other.text and "5.0e-01" in other.text and other.advice
 
 
-def raising(error: Exception) -> Callable[..., Any]:
-    def fail(*args: object, **options: object) -> Any:
-        raise error
-
-    return fail
-
-
-def test_a_device_that_multiplies_wrong_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = ProductSpeed("float32", 1e9, 1e9, 0.5, False)
-    monkeypatch.setattr(machine_check, "products", lambda *args: wrong)
-    monkeypatch.setattr(machine_check, "quantised_error", lambda *args: (0.5, False))
-    monkeypatch.setattr(machine_check, "devices", lambda: ["cpu"])
-    verdicts = [(finding.verdict, bool(finding.advice)) for finding in self_test.compute_findings()]
+def test_a_device_that_multiplies_wrong_is_a_fault() -> None:
+    wrong = self_test.product_finding("cpu has no float32", "cpu", ProductSpeed("float32", 1e9, 1e9, 0.5, False))
+    assert wrong.verdict == "problem" and wrong.advice
     # A server notices a wrong kernel for quantised weights, and does without it.
-    assert verdicts == [("problem", True)] * 2 + [("warning", True)] * 2
+    wrong = self_test.quantised_finding("cpu, int8", "int8", (0.5, False))
+    assert wrong.verdict == "warning" and wrong.advice
 
 
-def test_missing_abilities_are_told_and_no_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_check, "products", raising(RuntimeError("no kernel for BFloat16\nat torch/lib.cpp:1")))
-    monkeypatch.setattr(machine_check, "quantised_error", raising(MachineError("bitsandbytes is not installed")))
-    monkeypatch.setattr(machine_check, "devices", lambda: ["mps"])
-    found = list(self_test.compute_findings())
-    assert [finding.verdict for finding in found] == ["warning"] * 4
-    assert found[0].text == "mps has no torch.float32: no kernel for BFloat16"
-    assert found[2].text == "mps, int8: not here: bitsandbytes is not installed"
+def test_missing_abilities_are_told_and_no_faults() -> None:
+    missing = RuntimeError("no kernel for BFloat16\nat torch/lib.cpp:1")
+    found = self_test.product_finding("mps has no torch.float32", "mps", missing)
+    assert (found.verdict, found.text) == ("warning", "mps has no torch.float32: no kernel for BFloat16")
+    found = self_test.quantised_finding("mps, int8", "int8", MachineError("bitsandbytes is not installed"))
+    assert (found.verdict, found.text) == ("warning", "mps, int8: not here: bitsandbytes is not installed")
 
 
-def test_full_disk_is_no_fault_and_devices_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with monkeypatch.context() as full:
-        full.setattr(machine_check, "make_model", raising(OSError(28, "No space left on device")))
-        plain, (finding,) = self_test.exactness_findings(tmp_path)
-        assert plain is None and finding.verdict == "warning" and "No space left" in finding.text
-    monkeypatch.setattr(machine_check, "make_model", lambda folder: None)
-    monkeypatch.setattr(machine_check, "devices", lambda: ["cpu", "cuda:0"])
-    monkeypatch.setattr(machine_check, "plain_answer", lambda folder, device: answer(1, 2))
-    spans = {
-        ("cpu",): lambda: answer(1, 2),
-        ("cpu", "native"): raising(MachineError("no compiler")),
-        ("cuda:0",): raising(RuntimeError("CUDA error")),
-    }
-    monkeypatch.setattr(machine_check, "span_answer", lambda folder, *how: spans[how]())
+def test_unwritable_folder_is_no_fault_and_devices_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a device that torch names and cannot use."""
+    (tmp_path / "file").touch()
+    plain, (finding,) = self_test.exactness_findings(tmp_path / "file" / "model")
+    assert plain is None and finding.verdict == "warning" and "cannot be written to a temporary folder" in finding.text
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(self_test, "library", lambda: None)
-    assert "as long on a CPU" in self_test._compiled_finding(tmp_path, answer(1, 2)).text
-    monkeypatch.setattr(self_test, "library", lambda: SimpleNamespace(is_exact=True, isa="avx2"))
-    plain, findings = self_test.exactness_findings(tmp_path)
-    assert plain is not None and plain.tokens == (1, 2)
+    plain, findings = self_test.exactness_findings(tmp_path / "model")
+    assert plain is not None and len(plain.tokens) == 16
     assert [finding.verdict for finding in findings] == ["ok", "warning", "problem"]
-    assert findings[1].text == "compiled kernels not tested: no compiler"
-    assert findings[2].text == "blocks on cuda:0 failed: CUDA error"
+    assert "as long on a CPU" in findings[1].text
+    assert findings[2].text.startswith("blocks on mps failed: ")
+    monkeypatch.setattr(self_test, "library", lambda: SimpleNamespace(is_exact=True, isa="avx2"))
+    monkeypatch.setattr(choice, "library", lambda: None)
+    assert self_test._compiled_finding(tmp_path / "model", plain).text.startswith("compiled kernels not tested: ")
 
 
 def test_the_products_of_this_machine_are_right() -> None:

@@ -57,18 +57,15 @@ async def test_free_tokens_fall_by_rows_times_length(raw_node: Swarm, lone_serve
     await announced_free(raw_node, lone_server, TOKENS)
 
 
-def test_status_shows_what_is_free(run: Run, lone_server: Node, node_starter: Nodes) -> None:
-    async def hold(swarm: Swarm) -> None:
-        session = await RawSession.opened(swarm, lone_server.ready, max_length=30, batch=2)
-        await announced_free(swarm, lone_server, TOKENS - 60)
-        outcome = await trio.to_thread.run_sync(
-            lambda: petalnode("status", "--json", "--peer", lone_server.address, env=node_starter.env)
-        )
-        assert outcome.code == 0, outcome
-        assert outcome.objects[0]["servers"][0]["cache_tokens_free"] == TOKENS - 60
-        await session.close()
-
-    run(hold)
+async def test_status_shows_what_is_free(raw_node: Swarm, lone_server: Node, node_starter: Nodes) -> None:
+    session = await RawSession.opened(raw_node, lone_server.ready, max_length=30, batch=2)
+    await announced_free(raw_node, lone_server, TOKENS - 60)
+    outcome = await trio.to_thread.run_sync(
+        lambda: petalnode("status", "--json", "--peer", lone_server.address, env=node_starter.env)
+    )
+    assert outcome.code == 0, outcome
+    assert outcome.objects[0]["servers"][0]["cache_tokens_free"] == TOKENS - 60
+    await session.close()
 
 
 async def queued(swarm: Swarm, server: Node, tokens: int) -> None:

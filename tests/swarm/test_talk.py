@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,8 +12,6 @@ import pytest
 import trio
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.cli import dialogue
-from petalnode.node.cli.conversation import talk
 from petalnode.node.cli.conversation.client_parts import ClientParts
 from petalnode.node.cli.conversation.options import ChatOptions
 from petalnode.node.cli.conversation.talk import OpenChat, chat_in
@@ -22,10 +19,11 @@ from petalnode.node.cli.output import Output
 from petalnode.node.client.chat import SavedChat, held_chat
 from petalnode.node.client.generation import conversation as conversations
 from petalnode.node.errors import BadInput
-from petalnode.node.models import resolve
+from petalnode.node.models import ModelFolder, resolve
 from petalnode.node.swarm.config import SwarmConfig
 from tests.peft_adapters import save_prompt
 from tests.swarm.conftest import CONTEXT, ServedInMemory
+from tests.swarm.processes import environment
 
 ONE = ChatOptions(prompt="one two", max_new_tokens=6, yes=True)
 TYPED = ChatOptions(max_new_tokens=6, temperature=0.0)
@@ -48,17 +46,12 @@ class Opened(conversations.Conversation):
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No signal reaches the thread of the servers; nothing is looked for elsewhere, and kept elsewhere."""
-
-    async def unstopped(function: Callable[[trio.Event], Any]) -> None:
-        await function(trio.Event())
-
-    monkeypatch.setattr(dialogue, "stopped_by_signal", unstopped)
+    """Nothing is looked for elsewhere, and kept elsewhere."""
     monkeypatch.setattr(conversations, "Conversation", Opened)
-    monkeypatch.setattr(Opened, "opened", [])
-    monkeypatch.setattr(Opened, "asked", [])
-    monkeypatch.setattr(talk, "data_folder", lambda: tmp_path / "data")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    Opened.opened.clear()
+    Opened.asked.clear()
+    for name, value in environment(tmp_path / "home").items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +111,19 @@ def test_kept_session_is_resumed_with_servers_caches(
 
 
 def test_what_is_loaded_already_is_not_loaded_again(
-    served_in_memory: ServedInMemory, monkeypatch: pytest.MonkeyPatch
+    served_in_memory: ServedInMemory,
 ) -> None:
-    parts = ClientParts(None)
+    loaded: list[Path] = []
+
+    class Noting(ClientParts):
+        async def load(self, folder: ModelFolder) -> None:
+            loaded.append(folder.path)
+            await super().load(folder)
+
+    parts = Noting(None)
     trio.run(parts.load, resolve(str(served_in_memory.folder), need="client", offline=True))
-    monkeypatch.delattr(ClientParts, "load")
     chat(served_in_memory, ONE, parts=parts)
+    assert loaded == [served_in_memory.folder]
 
 
 def test_soft_prompt_takes_its_part_of_context(

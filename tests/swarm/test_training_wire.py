@@ -108,14 +108,14 @@ def _the_server_lives_on(server: MemoryServer, run: Run) -> Iterator[None]:
     """After whatever a test did to it, the same server answers the same question with the same bytes."""
     yield
 
-    async def main(swarm: Swarm) -> None:
-        batches = await RawBatchStream.opened(swarm, server.ready, BACKWARD)
+    async def answer(node: Swarm) -> list[bytearray]:
+        batches = await RawBatchStream.opened(node, server.ready, BACKWARD)
         await batches.ask(values(3), values(3, seed=1))
         _, payloads = await batches.reply()
-        _right_answers.append(payloads)
         await batches.send(wire.BatchFrame(close=wire.Close()))
+        return payloads
 
-    run(main)
+    _right_answers.append(run(answer))
     assert server.alive
     assert _right_answers[-1] == _right_answers[0]
 

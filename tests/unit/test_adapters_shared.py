@@ -139,7 +139,6 @@ def test_a_git_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 SCRIPT = """
 import contextlib, io, json, sys
 from petalnode.node.cli import app
-app.register(["adapters"])
 for command in map(json.loads, sys.argv[1:]):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -13,10 +13,6 @@ from petalnode.node.server.budget import BudgetFull, Lease, MemoryBudget
 pytestmark = pytest.mark.virtual_time
 
 
-def run(main: Callable[[], object]) -> None:
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))  # type: ignore[arg-type]
-
-
 async def test_what_is_free_is_taken_at_once() -> None:
     budget, begun = MemoryBudget(100), trio.current_time()
     lease = await budget.acquire(60, 0)

@@ -22,6 +22,7 @@ from petalnode.node.server.gathering import Gathering
 from petalnode.node.server.steps import ComputeSession
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.inference import Refusal
+from tests.noted_blocks import NotedBlocks
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, save_tiny
 from tests.unit.computing import ALL, TIMEOUT, computing, step, terms
 
@@ -71,21 +72,13 @@ def backward(blocks: BlockSpan) -> PassGenerator[Any]:
     return SpanPasses(blocks, 1 << 40).backward(Batch(ALL, hidden), gradient)
 
 
-async def test_step_runs_at_next_pause_of_pass(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_step_runs_at_next_pause_of_pass(blocks: BlockSpan) -> None:
     log: list[str] = []
-
-    def noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: Any) -> Any:
-            log.append(f"{name} {arguments[0].shape[1]}" if name == "prefill" else name)
-            return method(*arguments)
-
-        return noted
-
-    async with computing(blocks) as compute:
+    noted: Any = NotedBlocks(blocks)
+    async with computing(noted) as compute:
         session = await compute.open(terms(300))
         await compute.step(session, step(0, 2))
-        monkeypatch.setattr(blocks, "decode", noting("step", blocks.decode))
-        monkeypatch.setattr(blocks, "forward", noting("prefill", blocks.forward))
+        noted.before = lambda _, tokens: log.append(f"prefill {tokens}" if tokens > 1 else "step")
         watched = Watched(log, backward(blocks)).bind()
         async with trio.open_nursery() as nursery:
 
@@ -235,18 +228,17 @@ class Check:
     check: Callable[[], object]
 
 
-async def test_a_check_runs_while_the_blocks_compute(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_check_runs_while_the_blocks_compute(blocks: BlockSpan) -> None:
     checked = threading.Event()
-    decode = blocks.decode
+    noted: Any = NotedBlocks(blocks)
 
-    def waiting(*arguments: Any) -> Any:
+    def wait(*_: object) -> None:
         assert checked.wait(TIMEOUT)
-        return decode(*arguments)
 
-    async with computing(blocks) as compute:
+    async with computing(noted) as compute:
         session = await compute.open(terms(20))
         await compute.step(session, step(0, 2))
-        monkeypatch.setattr(blocks, "decode", waiting)
+        noted.before = wait
         assert (await compute.step(session, step(2), Check(checked.set))).position == 3
         assert compute.depth == 0
 
@@ -300,15 +292,9 @@ def gather(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
 
 async def test_batch_that_waits_for_a_step_begins_then(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[int] = []
-    decode = blocks.decode
-
-    def noting(steps: Any, *rest: Any) -> Any:
-        batches.append(len(steps))
-        return decode(steps, *rest)
-
-    async with computing(blocks) as compute:
+    noted: Any = NotedBlocks(blocks, before=lambda caches, _: batches.append(len(caches)))
+    async with computing(noted) as compute:
         sessions = [await compute.open(terms(20)) for _ in range(3)]
-        monkeypatch.setattr(blocks, "decode", noting)
         gather(monkeypatch, 3)
         async with trio.open_nursery() as nursery:
             for session in sessions:

@@ -112,18 +112,22 @@ def test_of_many_that_find_damage_one_moves_file(file: Path) -> None:
     assert len(again.bans()) == 6
 
 
-def test_file_moved_away_meanwhile_is_begun_anew(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class MovedAway(TrustStore):
+    """Its file is moved away at the first look."""
+
+    def _read(self, connection: sqlite3.Connection) -> None:
+        assert self._file is not None
+        elsewhere = self._file.with_name("elsewhere")
+        if not elsewhere.exists():
+            self._file.rename(elsewhere)
+            raise sqlite3.OperationalError("disk I/O error")
+        super()._read(connection)
+
+
+def test_file_moved_away_meanwhile_is_begun_anew(file: Path) -> None:
     """sqlite says that the disk fails."""
-    read = TrustStore._read
-
-    def moved(self: TrustStore, connection: sqlite3.Connection) -> None:
-        monkeypatch.setattr(TrustStore, "_read", read)
-        file.rename(file.with_name("elsewhere"))
-        raise sqlite3.OperationalError("disk I/O error")
-
-    store = TrustStore(file)
+    store = MovedAway(file)
     store.ban("new", "it lied", "own")
-    monkeypatch.setattr(TrustStore, "_read", moved)
     store.read()
     store.save()
     again = TrustStore(file)

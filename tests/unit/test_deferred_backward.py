@@ -100,15 +100,17 @@ async def test_a_gradient_that_does_not_come(blocks: BlockSpan, monkeypatch: pyt
             await late.ready()
 
 
-async def test_a_first_half_that_fails(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with late_pass(blocks) as (compute, passes, late, _budget, _lease):
+class TooLarge(SpanPasses):
+    """Has no memory for the first half of a pass."""
 
-        def too_large(batch: Batch) -> Any:
-            yield
-            raise torch.OutOfMemoryError("CUDA out of memory")
+    def recompute(self, batch: Batch) -> Any:
+        yield
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
-        monkeypatch.setattr(passes, "recompute", too_large)
-        await late.recompute(compute, passes)
+
+async def test_a_first_half_that_fails(blocks: BlockSpan) -> None:
+    async with late_pass(blocks) as (compute, _passes, late, _budget, _lease):
+        await late.recompute(compute, TooLarge(blocks, 1 << 40))
         late.settle(REQUEST)
         with pytest.raises(Refusal, match="memory"):
             await late.ready()

@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import typer.main
 
 from docs.draw_rooms import PICTURE, arrows, draw
 from petalnode.node.cli import app as command_line
@@ -70,9 +69,8 @@ def test_every_page_is_in_menu_of_site() -> None:
 @cache
 def commands() -> dict[str, tuple[set[str], set[str]]]:
     """The options and the sub-commands of every command of `petalnode`."""
-    command_line.register([])
     found = {}
-    for name, command in typer.main.get_command(command_line.app).commands.items():  # type: ignore[attr-defined]
+    for name, command in command_line.every_command().commands.items():
         inner = getattr(command, "commands", {})
         parameters = [parameter for part in (command, *inner.values()) for parameter in part.params]
         options = {option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)}

@@ -62,20 +62,16 @@ class Application:
         await send({"type": "http.response.body", "body": body})
 
 
-def run(
+async def run(
     client: Callable[[Any, Application], Awaitable[None]], pair: Pair = trio.testing.memory_stream_pair
 ) -> Application:
-    """Runs `client` with one end of a connection, in virtual time, until the server has ended the other."""
+    """Runs `client` with one end of a connection until the server has ended the other."""
     application = Application()
-
-    async def main() -> None:
-        server = HttpServer(application, LIMITS)
-        ours, theirs = pair()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(server.serve, theirs)
-            await client(ours, application)
-
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    server = HttpServer(application, LIMITS)
+    ours, theirs = pair()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(server.serve, theirs)
+        await client(ours, application)
     return application
 
 
@@ -96,7 +92,8 @@ async def some(stream: Any, end: bytes) -> bytes:
     return received
 
 
-def test_several_requests_on_one_connection() -> None:
+@pytest.mark.virtual_time
+async def test_several_requests_on_one_connection() -> None:
     async def client(stream: Any, application: Application) -> None:
         await stream.send_all(GET)
         assert b"HTTP/1.1 200" in await some(stream, b"0\r\n\r\n")
@@ -108,14 +105,15 @@ def test_several_requests_on_one_connection() -> None:
         assert (await some(stream, b"b\r\n0\r\n\r\n")).count(b"HTTP/1.1 200") == 2
         await stream.aclose()
 
-    application = run(client)
+    application = await run(client)
     assert application.bodies == [b"", b"hello", b"a", b"b"]
     assert application.scopes[0]["path"] == "/some place"
     assert application.scopes[0]["query_string"] == b"a=1"
     assert application.ended == ["done"] * 4
 
 
-def test_the_answer_to_a_head_has_no_body() -> None:
+@pytest.mark.virtual_time
+async def test_the_answer_to_a_head_has_no_body() -> None:
     async def client(stream: Any, application: Application) -> None:
         await stream.send_all(b"HEAD / HTTP/1.1\r\nHost: here\r\nContent-Length: 5\r\n\r\nhello" + GET)
         received = await some(stream, b"0\r\n\r\n")
@@ -123,7 +121,7 @@ def test_the_answer_to_a_head_has_no_body() -> None:
         assert b"hello" not in received
         await stream.aclose()
 
-    assert run(client).ended == ["done"] * 2
+    assert (await run(client)).ended == ["done"] * 2
 
 
 async def _close(stream: Any) -> None:
@@ -144,8 +142,9 @@ async def _flood(stream: Any) -> None:
     await stream.send_all(bytes(1 << 18))
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("leave", [_close, _half_close, _ask_on, _flood])
-def test_answer_ends_at_once_when_its_client_goes(leave: Callable[[Any], Awaitable[None]]) -> None:
+async def test_answer_ends_at_once_when_its_client_goes(leave: Callable[[Any], Awaitable[None]]) -> None:
     async def client(stream: Any, application: Application) -> None:
         await stream.send_all(GET.replace(b"/some%20place?a=1", b"/wait"))
         await trio.testing.wait_all_tasks_blocked()
@@ -157,10 +156,11 @@ def test_answer_ends_at_once_when_its_client_goes(leave: Callable[[Any], Awaitab
         assert application.ended == ["Cancelled"]
         await stream.aclose()
 
-    run(client)
+    await run(client)
 
 
-def test_who_reads_nothing_is_given_up() -> None:
+@pytest.mark.virtual_time
+async def test_who_reads_nothing_is_given_up() -> None:
     async def client(stream: Any, application: Application) -> None:
         await stream.send_all(GET.replace(b"/some%20place?a=1", b"/endless"))
         await some(stream, b"\r\n\r\n")
@@ -169,9 +169,10 @@ def test_who_reads_nothing_is_given_up() -> None:
         assert LIMITS.write_seconds <= trio.current_time() - begun <= LIMITS.write_seconds + 2
         assert application.written <= 1 << 17
 
-    assert run(client, trio.testing.lockstep_stream_pair).ended == ["ClientGone"]
+    assert (await run(client, trio.testing.lockstep_stream_pair)).ended == ["ClientGone"]
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize(
     ("sent", "seconds", "answered"),
     [
@@ -180,7 +181,7 @@ def test_who_reads_nothing_is_given_up() -> None:
         (post(b"12345")[:-1], LIMITS.body_seconds, b"HTTP/1.1 408"),
     ],
 )
-def test_who_sends_too_slowly_is_given_up(sent: bytes, seconds: float, answered: bytes) -> None:
+async def test_who_sends_too_slowly_is_given_up(sent: bytes, seconds: float, answered: bytes) -> None:
     async def client(stream: Any, application: Application) -> None:
         begun = trio.current_time()
         await stream.send_all(sent)
@@ -188,10 +189,11 @@ def test_who_sends_too_slowly_is_given_up(sent: bytes, seconds: float, answered:
         assert trio.current_time() - begun <= seconds + 1
         await stream.aclose()
 
-    assert "done" not in run(client).ended
+    assert "done" not in (await run(client)).ended
 
 
-def test_byte_now_and_then_does_not_hold_connection() -> None:
+@pytest.mark.virtual_time
+async def test_byte_now_and_then_does_not_hold_connection() -> None:
     async def client(stream: Any, application: Application) -> None:
         begun = trio.current_time()
 
@@ -204,10 +206,11 @@ def test_byte_now_and_then_does_not_hold_connection() -> None:
             await drip()
         assert trio.current_time() - begun < 3 * LIMITS.head_seconds
 
-    run(client)
+    await run(client)
 
 
-def test_an_idle_connection_is_closed() -> None:
+@pytest.mark.virtual_time
+async def test_an_idle_connection_is_closed() -> None:
     async def client(stream: Any, application: Application) -> None:
         await stream.send_all(GET)
         await some(stream, b"0\r\n\r\n")
@@ -215,9 +218,10 @@ def test_an_idle_connection_is_closed() -> None:
         assert await answer(stream) == b""
         assert trio.current_time() - begun == pytest.approx(LIMITS.idle_seconds)
 
-    run(client)
+    await run(client)
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
@@ -228,16 +232,17 @@ def test_an_idle_connection_is_closed() -> None:
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"505"),
     ],
 )
-def test_what_is_no_request_is_refused(sent: bytes, status: bytes) -> None:
+async def test_what_is_no_request_is_refused(sent: bytes, status: bytes) -> None:
     async def client(stream: Any, application: Application) -> None:
         await stream.send_all(sent)
         assert (await some(stream, b"\r\n\r\n")).startswith((b"HTTP/1.1 " + status, b"HTTP/1.1 400"))
         await stream.aclose()
 
-    assert run(client).scopes == []
+    assert (await run(client)).scopes == []
 
 
-def test_answer_before_body_is_read_reaches_its_client() -> None:
+@pytest.mark.virtual_time
+async def test_answer_before_body_is_read_reaches_its_client() -> None:
     """Closing at once would reset the connection, and take the answer away before it is read."""
 
     async def client(stream: Any, application: Application) -> None:
@@ -249,10 +254,11 @@ def test_answer_before_body_is_read_reaches_its_client() -> None:
         assert b"connection: close" in received.lower()
         await stream.aclose()
 
-    run(client)
+    await run(client)
 
 
-def test_client_waiting_to_send_gets_permission() -> None:
+@pytest.mark.virtual_time
+async def test_client_waiting_to_send_gets_permission() -> None:
     async def client(stream: Any, application: Application) -> None:
         request = post(b"hello", b"Expect: 100-continue")
         await stream.send_all(request[:-5])
@@ -261,15 +267,16 @@ def test_client_waiting_to_send_gets_permission() -> None:
         assert b"hello" in await some(stream, b"0\r\n\r\n")
         await stream.aclose()
 
-    assert run(client).bodies == [b"hello"]
+    assert (await run(client)).bodies == [b"hello"]
 
 
-def test_fault_of_application_ends_its_connection_only(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.virtual_time
+async def test_fault_of_application_ends_its_connection_only(caplog: pytest.LogCaptureFixture) -> None:
     async def client(stream: Any, application: Application) -> None:
         await stream.send_all(GET.replace(b"/some%20place?a=1", b"/fault"))
         assert (await answer(stream)).startswith(b"HTTP/1.1 200")
 
-    assert run(client).ended == ["RuntimeError"]
+    assert (await run(client)).ended == ["RuntimeError"]
     assert "a fault" in caplog.text
 
 

@@ -103,10 +103,7 @@ def announced(
 
 
 def opened(key: str, value: bytes, now: float = NOW) -> Value:
-    async def main() -> Value:
-        return await open_value(key, value, now)
-
-    return trio.run(main)
+    return trio.run(open_value, key, value, now)
 
 
 def server_value(record: SignedAnnouncement, now: float = NOW) -> Value:

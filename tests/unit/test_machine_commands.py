@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,6 @@ from tests.import_graph import ROOT
 
 COMMAND = ("/opt/py thon", "-m", "petalnode", "serve", "--name", 'my "50%" $box')
 SERVE = service.Program(COMMAND, Path("/home/a 5% b"), {"OMP_NUM_THREADS": "2", "HF_HOME": "/x $y"})
-
-
-@pytest.fixture(autouse=True)
-def _same_commands_afterwards() -> Iterator[None]:
-    commands, groups = [*app.app.registered_commands], [*app.app.registered_groups]
-    yield
-    app.app.registered_commands[:], app.app.registered_groups[:] = commands, groups
 
 
 def test_each_system_has_its_service(tmp_path: Path) -> None:
@@ -156,9 +148,6 @@ def test_a_service_is_installed_and_removed(
     unit = tmp_path / ".config/systemd/user/petalnode.service"
 
     def run(*arguments: str) -> tuple[int, str]:
-        app.app.registered_commands.clear()
-        app.app.registered_groups.clear()
-        app.register([*arguments])
         code = app.run([*arguments])
         said = capsys.readouterr()
         return code, said.out + said.err

@@ -3,7 +3,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from ipaddress import ip_network
@@ -232,8 +232,18 @@ class Neighbourhood:
         self.members.add(peer_id)
 
 
+Mdns = Callable[..., Awaitable[None]]
+"""In place of `run_mdns`."""
+
+
+@pytest.fixture
+def hear(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mdns], None]:
+    """Says what is heard on the local network from now on."""
+    return lambda run_mdns: monkeypatch.setattr(discovery_module, "run_mdns", run_mdns)
+
+
 async def neighbourhood(
-    monkeypatch: pytest.MonkeyPatch,
+    hear: Callable[[Mdns], None],
     node: Neighbourhood,
     near: Sequence[tuple[str, bool]],
     *,
@@ -249,7 +259,7 @@ async def neighbourhood(
             found(peer_id, ["/ip4/10.0.0.2/tcp/2"], theirs)
         asked.set()
 
-    monkeypatch.setattr(discovery_module, "run_mdns", run_mdns)
+    hear(run_mdns)
     async with trio.open_nursery() as nursery:
         parts: Any = node
         discovery = Discovery(parts, parts, parts, nursery, looking(listens, named))
@@ -261,26 +271,24 @@ async def neighbourhood(
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("theirs", [False, True])
-async def test_told_swarms_member_calls_its_neighbours_only(monkeypatch: pytest.MonkeyPatch, theirs: bool) -> None:
+async def test_told_swarms_member_calls_its_neighbours_only(hear: Callable[[Mdns], None], theirs: bool) -> None:
     """An unrelated node of the same network would bring its models, and the two swarms would be one."""
     node = Neighbourhood(members=[B, "member"])
     node.company = [B]
     near = [("stranger", theirs), ("member", theirs)]
-    assert await neighbourhood(monkeypatch, node, near, named=[B]) == [True]
+    assert await neighbourhood(hear, node, near, named=[B]) == [True]
     assert node.met == ["member"]
 
 
 @pytest.mark.virtual_time
-async def test_untold_node_leaves_told_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_untold_node_leaves_told_ones_alone(hear: Callable[[Mdns], None]) -> None:
     node = Neighbourhood()
-    assert await neighbourhood(monkeypatch, node, [("theirs", True), ("one", False), ("other", False)]) == [False]
+    assert await neighbourhood(hear, node, [("theirs", True), ("one", False), ("other", False)]) == [False]
     assert sorted(node.met) == ["one", "other"]  # and these are one swarm from now on, as ever
 
 
 @pytest.mark.virtual_time
-async def test_begun_swarm_is_not_brought_into_a_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_begun_swarm_is_not_brought_into_a_named(hear: Callable[[Mdns], None]) -> None:
     """However long it stays alone: it was there before the other one appeared."""
     node = Neighbourhood()
     late = [("theirs", True)]
@@ -290,14 +298,13 @@ async def test_begun_swarm_is_not_brought_into_a_named(
         await trio.sleep(30)
         found(late[0][0], ["/ip4/10.0.0.2/tcp/2"], True)
 
-    assert await returning(monkeypatch, node, run_mdns, listens=True) == []
-    assert await returning(monkeypatch, Neighbourhood(), run_mdns, listens=False) == ["theirs"]
+    assert await returning(hear, node, run_mdns, listens=True) == []
+    assert await returning(hear, Neighbourhood(), run_mdns, listens=False) == ["theirs"]
 
 
-async def returning(monkeypatch: pytest.MonkeyPatch, node: Neighbourhood, run_mdns: Any, *, listens: bool) -> list[str]:
+async def returning(hear: Callable[[Mdns], None], node: Neighbourhood, run_mdns: Mdns, *, listens: bool) -> list[str]:
     """Whom a node that stays alone has called on within five minutes."""
-
-    monkeypatch.setattr(discovery_module, "run_mdns", run_mdns)
+    hear(run_mdns)
     async with trio.open_nursery() as nursery:
         parts: Any = node
         discovery = Discovery(parts, parts, parts, nursery, looking(listens))
@@ -310,13 +317,13 @@ async def returning(monkeypatch: pytest.MonkeyPatch, node: Neighbourhood, run_md
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("listens", [False, True])
-async def test_lone_node_joins_its_nodes_named_swarm(monkeypatch: pytest.MonkeyPatch, listens: bool) -> None:
+async def test_lone_node_joins_its_nodes_named_swarm(hear: Callable[[Mdns], None], listens: bool) -> None:
     node = Neighbourhood(silent=["gone"])
-    await neighbourhood(monkeypatch, node, [("theirs", True), ("gone", False)], listens=listens)
+    await neighbourhood(hear, node, [("theirs", True), ("gone", False)], listens=listens)
     assert node.met == ["gone", "theirs"] and node.company == ["theirs"]
 
 
-async def test_neighbours_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_neighbours_that_are_remembered_are_bounded(hear: Callable[[Mdns], None]) -> None:
     """Anybody on the local network can answer under as many names as he likes."""
     calls: list[str] = []
 
@@ -342,7 +349,7 @@ async def test_neighbours_that_are_remembered_are_bounded(monkeypatch: pytest.Mo
             calls.append(peer_id)
             await trio.sleep_forever()
 
-    monkeypatch.setattr(discovery_module, "run_mdns", crowd)
+    hear(crowd)
     node: Any = Alone()
     async with trio.open_nursery() as nursery:
         found = Discovery(node, node, node, nursery, looking(listens=True))

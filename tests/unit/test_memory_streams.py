@@ -7,7 +7,7 @@ import time
 import pytest
 import trio
 
-from petalnode.node.testing import MemoryNetwork, message_streams, stream_pair
+from petalnode.node.testing import message_streams, open_network, stream_pair
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.framing import MessageStream, StreamClosed, StreamTimeout
@@ -94,8 +94,7 @@ async def test_nodes_open_streams_while_there_is_a_way() -> None:
             frame, payloads = await stream.receive(timeout=None)
             await stream.send(frame, payloads, timeout=1)
 
-    async with trio.open_nursery() as nursery:
-        network = MemoryNetwork(nursery)
+    async with open_network() as network:
         client, server = network.node(), network.node()
         server.set_handler("/echo/1", Frame, echo)
         async with client.open_stream(server.peer_id, "/echo/1", Frame, timeout=1) as stream:
@@ -113,13 +112,11 @@ async def test_nodes_open_streams_while_there_is_a_way() -> None:
         network.remove(server)
         with pytest.raises(StreamClosed):
             await client.new_stream(server.peer_id, "/echo/1", Frame, timeout=1)
-        nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("hours", [-1, 0.2, 1])
 async def test_announcements_outlast_a_clock_that_was_wrong(hours: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with trio.open_nursery() as nursery:
-        network = MemoryNetwork(nursery)
+    async with open_network() as network:
         one, other, reader = network.node(), network.node(), network.node()
         for node in (one, other):
             node.announce(Announcement(node.peer_id, bytes(32), "tiny", 1, Span(0, 1), ServerState.ONLINE))

@@ -48,7 +48,6 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     """In a pipe, which has no width."""
-    app.register(["models"])
     monkeypatch.delenv("COLUMNS", raising=False)
 
     def call(*arguments: str) -> tuple[int, list[dict[str, Any]], str]:

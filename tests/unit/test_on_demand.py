@@ -25,7 +25,7 @@ from petalnode.node.models import Manifest, ModelFolder, compute_manifest, no_pr
 from petalnode.node.models.checkpoint import Checkpoint
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm
-from petalnode.node.testing import MemoryNetwork, MemoryNode
+from petalnode.node.testing import MemoryNode, open_network
 from petalnode.node.trust.receipt_log import ReceiptArchive
 from petalnode.node.validator.history import History
 from petalnode.node.validator.probe_inputs import ProbeModel
@@ -99,8 +99,7 @@ async def in_swarm(
     folder: ModelFolder, manifest: Manifest, blocks: int, spoil: Spoil = honest
 ) -> AsyncIterator[tuple[MemoryNode, OnDemandFolder]]:
     """A node, and its folder that keeps so many blocks of a model that a peer hands on."""
-    async with trio.open_nursery() as nursery:
-        network = MemoryNetwork(nursery)
+    async with open_network() as network:
         hands_on(network, folder, manifest, spoil)
         asker = network.node(Identity.generate())
         asker.named = [peer for peer in network.nodes if peer != asker.peer_id]
@@ -108,7 +107,6 @@ async def in_swarm(
         found = await OnDemandFolder.of(remote, size_of(folder, blocks), no_progress)
         assert parts_of(remote) == ENDS
         yield asker, found
-        nursery.cancel_scope.cancel()
 
 
 async def used_in_swarm(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from ipaddress import ip_address, ip_network
 from itertools import pairwise
@@ -10,7 +12,7 @@ import pytest
 import trio
 
 from petalnode.node.network.addresses import Endpoint
-from petalnode.node.network.nat import autonat, upnp
+from petalnode.node.network.nat import autonat
 from petalnode.node.network.nat.reachability import (
     IpVerdict,
     LocalEndpoints,
@@ -117,25 +119,27 @@ def test_circuits_are_announced_only_while_they_are_needed() -> None:
     assert extra_addrs(ReachabilityInputs(HERE, open_at(OWN), circuits=CIRCUITS)) == ()
 
 
-async def test_router_that_was_silent_is_soon_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    mapping, asked = upnp.Mapping(OUTER, OWN), []
+@contextmanager
+def observing(monkeypatch: pytest.MonkeyPatch, identified: Any, autonat_of: str | None) -> Iterator[Any]:
+    """What a node makes of a peer that says by `identified` where it comes from, and fails to dial back if it can."""
 
-    def ask_router(*_: int) -> upnp.Mapping:
-        asked.append(trio.from_thread.run_sync(trio.current_time))
-        if len(asked) < 7:
-            raise LookupError("no router answers")
-        return mapping
+    async def dial_back(*_: object) -> DialAnswer:
+        return DialAnswer(DialStatus.DIAL_ERROR, "no answer")
 
-    monkeypatch.setattr(upnp, "_map", ask_router)
-    monkeypatch.setattr(upnp, "_unmap", lambda mapping: None)
-    router = upnp.Upnp()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(router.run, OWN.port)
-        await router.changed.wait()
-        assert router.mapping == mapping
-        nursery.cancel_scope.cancel()
-    pauses = [later - sooner for sooner, later in pairwise(asked)]
-    assert pauses == pytest.approx([15, 60, 240, 900, 900, 900])
+    path = Path(direct=True, relay=None, remote_addr="/ip4/11.77.0.10/tcp/31330", inbound=False)
+    host: Any = SimpleNamespace(
+        libp2p=SimpleNamespace(get_transport_addrs=list),
+        paths=lambda peer_id: [path],
+        set_stream_handler=lambda protocol, handler: None,
+    )
+    node: Any = SimpleNamespace(
+        observers=lambda: [RELAY], extra_endpoints=tuple, update=lambda: None, autonat_of=lambda *_: autonat_of
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(autonat, "identified", identified)
+        patched.setattr(autonat, "request_dial_back", dial_back)
+        patched.setattr(autonat, "local_endpoints", lambda listened: HERE)
+        yield autonat.ObservedAddresses(host, node)
 
 
 async def test_unanswering_peer_is_asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,28 +154,13 @@ async def test_unanswering_peer_is_asked_again_soon(monkeypatch: pytest.MonkeyPa
         answered.set()
         return SEEN
 
-    async def dial_back(*_: object) -> DialAnswer:
-        return DialAnswer(DialStatus.DIAL_ERROR, "no answer")
-
-    monkeypatch.setattr(autonat, "identified", identified)
-    monkeypatch.setattr(autonat, "request_dial_back", dial_back)
-    monkeypatch.setattr(autonat, "local_endpoints", lambda listened: HERE)
-    path = Path(direct=True, relay=None, remote_addr="/ip4/11.77.0.10/tcp/31330", inbound=False)
-    host: Any = SimpleNamespace(
-        libp2p=SimpleNamespace(get_transport_addrs=list),
-        paths=lambda peer_id: [path],
-        set_stream_handler=lambda protocol, handler: None,
-    )
     answered = trio.Event()
-    node: Any = SimpleNamespace(
-        observers=lambda: [RELAY], extra_endpoints=tuple, update=lambda: None, autonat_of=lambda *_: AUTONAT
-    )
-    observed = autonat.ObservedAddresses(host, node)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(observed.run)
-        await answered.wait()
-        await trio.sleep(1000)
-        nursery.cancel_scope.cancel()
+    with observing(monkeypatch, identified, AUTONAT) as observed:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(observed.run)
+            await answered.wait()
+            await trio.sleep(1000)
+            nursery.cancel_scope.cancel()
     silent, failed, failed_again = [2, 4, 8, 16, 30, 30], [30], [600]
     pauses = [later - sooner for sooner, later in pairwise(asked)]
     assert pauses == pytest.approx([*silent, *failed, *failed_again], abs=1.1)  # it looks every second
@@ -183,19 +172,10 @@ async def test_who_only_sees_us_proves_nat(monkeypatch: pytest.MonkeyPatch) -> N
     async def identified(*_: object, timeout: float) -> Identified:
         return SEEN
 
-    monkeypatch.setattr(autonat, "identified", identified)
-    monkeypatch.setattr(autonat, "local_endpoints", lambda listened: HERE)
-    path = Path(direct=True, relay=None, remote_addr="/ip4/11.77.0.10/tcp/31330", inbound=False)
-    host: Any = SimpleNamespace(
-        libp2p=SimpleNamespace(get_transport_addrs=list),
-        paths=lambda peer_id: [path],
-        set_stream_handler=lambda protocol, handler: None,
-    )
-    node: Any = SimpleNamespace(observers=lambda: [RELAY], update=lambda: None, autonat_of=lambda *_: None)
-    observed = autonat.ObservedAddresses(host, node)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(observed.run)
-        await trio.sleep(4000)
-        verdict = observed.verdict(4)
-        nursery.cancel_scope.cancel()
+    with observing(monkeypatch, identified, None) as observed:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(observed.run)
+            await trio.sleep(4000)
+            verdict = observed.verdict(4)
+            nursery.cancel_scope.cancel()
     assert verdict.status is NatStatus.CLOSED and verdict.translated

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from petalnode.node.blocks.kernels import choice
-from petalnode.node.blocks.kernels.library import Library
 from petalnode.node.blocks.passes import Batch, SpanPasses
 from petalnode.node.blocks.span import load_span
 from petalnode.node.errors import BadInput
@@ -26,6 +24,7 @@ from petalnode.node.verification.recomputation import (
 )
 from petalnode.protocols.ids import Span
 from petalnode.protocols.training import LoraName
+from tests.noted_calls import calls_of
 from tests.tiny_models import HIDDEN, save_tiny
 
 SPAN = Span(1, 5)
@@ -126,22 +125,15 @@ def test_no_more_weights_are_held_than_may_be(folder: Path) -> None:
     assert pairs.largest == 2 * alone.largest and pairs.loads == len(SPAN)
 
 
-def test_blocks_of_a_kind_are_compared_once(tmp_path: Path, kernels: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("kernels")
+def test_blocks_of_a_kind_are_compared_once(tmp_path: Path) -> None:
     """With one by one, and as the compiled kernels compute them, which take longer than a block's question."""
-    compared = Counter[Span]()
-
-    def counted(span: Any, part: Span, *rest: Any) -> Any:
-        compared[part] += 1
-        return unchanged[len(rest)](span, part, *rest)
-
-    unchanged = [choice._agrees, choice._difference]
-    monkeypatch.setattr(choice, "_agrees", counted)
-    monkeypatch.setattr(choice, "_difference", counted)
     # Every other one of gemma3's blocks attends to a window.
     model = save_tiny("gemma3", tmp_path / "model")
     question = SessionQuestion(Span(0, 6), (RecordedStep(0, hidden(1, 9)), RecordedStep(9, hidden(1, 1))))
-    (alone,) = Recomputation(model, "float32", "none/exact-1", group_bytes=0).answer([question])
-    assert compared == {Span(0, 1): 2, Span(1, 2): 2}
+    with calls_of(choice._agrees, choice._difference) as compared:
+        (alone,) = Recomputation(model, "float32", "none/exact-1", group_bytes=0).answer([question])
+    assert Counter(call["part"] for call in compared) == {Span(0, 1): 2, Span(1, 2): 2}
     (together,) = Recomputation(model, "float32", "none/exact-1").answer([question])
     assert isinstance(alone, SessionAnswer) and isinstance(together, SessionAnswer)
     assert all(map(torch.equal, alone.outputs, together.outputs))
@@ -172,22 +164,15 @@ def test_noise_of_probability_is_relative_to_it(scores: list[float]) -> None:
             assert chosen.tolist() == [[1, 0]]
 
 
-def test_noise_enters_every_block_and_leaves_last_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    added = Noise.added
-    changed: list[int] = []
-
-    def count(self: Noise, tensor: torch.Tensor) -> torch.Tensor:
-        changed.append(id(self))
-        return added(self, tensor)
-
-    monkeypatch.setattr(Noise, "added", count)
+def test_noise_enters_every_block_and_leaves_last_one(folder: Path) -> None:
     for group_bytes in (0, 1 << 30):
         truth = Recomputation(folder, "float32", "none", group_bytes=group_bytes)
         for question in (SessionQuestion(SPAN, (RecordedStep(0, hidden(1, 2)),)), Batch(SPAN, hidden(1, 2))):
-            changed.clear()
-            (noisy,) = truth.perturbed([question], 1e-3)
+            with calls_of(Noise.added) as changed:
+                (noisy,) = truth.perturbed([question], 1e-3)
             assert len(noisy) == 2 * RECOMPUTATION.pairs
-            assert list(Counter(changed).values()) == [len(SPAN) + 1] * (2 * RECOMPUTATION.pairs)
+            times = Counter(id(call["self"]) for call in changed)
+            assert list(times.values()) == [len(SPAN) + 1] * (2 * RECOMPUTATION.pairs)
 
 
 def test_noise_has_the_size_that_it_is_given() -> None:

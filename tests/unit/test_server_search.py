@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 from petalnode.node.client.deadlines import DEADLINES
 from petalnode.node.client.request import ServerRefused
@@ -51,10 +49,6 @@ def searching(
     until = trio.current_time() + seconds
     search = ServerSearch(client, refused, until=until, wait=wait, lost=lost, ask_again=lambda error: error is not GONE)
     return search, client
-
-
-def run(main: Callable[[], Any]) -> None:
-    trio.run(main, clock=MockClock(autojump_threshold=0))
 
 
 async def for_ever(search: ServerSearch) -> None:

@@ -30,6 +30,8 @@ from petalnode.node.server.lifecycle.speed import (
 from petalnode.node.swarm.cost import COST
 from petalnode.node.testing.memory_network import run_autojumping
 from petalnode.protocols.ids import Span
+from tests.noted_blocks import NotedBlocks
+from tests.noted_calls import calls_of
 from tests.tiny_models import save_tiny
 
 KEY = SpeedKey(b"v" * 32, "auto", "none", "some processor", 4)
@@ -114,19 +116,13 @@ def test_damaged_file_of_trials_is_none(cache: Path, text: str) -> None:
 
 
 @pytest.mark.skipif(library() is None, reason="the kernels are not built (make setup, with a C compiler)")
-def test_what_earlier_runs_found_out_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_earlier_runs_found_out_is_not_tried(tmp_path: Path) -> None:
     folder, known = save_tiny("llama", tmp_path / "model"), Known()
     load(folder, Span(0, 2), Loading("cpu", "float32", "none", "native", known=known))
     keep_trial(KEY, replace(known, threads=usable_threads()))
-    tried: list[Span] = []
-
-    def difference(span: Any, part: Span, step: Any) -> float:
-        tried.append(part)
-        return 0.0
-
-    monkeypatch.setattr(choice, "_difference", difference)
     for key, more in ((KEY, False), (replace(KEY, hardware="another"), True)):
-        blocks = load(folder, Span(1, 4), Loading("cpu", "float32", "none", "native", known=recall_trial(key)))
+        with calls_of(choice._difference) as tried:
+            blocks = load(folder, Span(1, 4), Loading("cpu", "float32", "none", "native", known=recall_trial(key)))
         assert blocks.supports_ragged and blocks.step is not None and bool(tried) is more
 
 
@@ -137,16 +133,9 @@ def test_large_blocks_are_measured_by_few_of_them(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(choice, "_SAMPLE_BYTES", blocks.weight_bytes // 3 + 1)
     assert sample_of(blocks) == Span(1, 3)
     monkeypatch.setattr(choice, "_SAMPLE_BYTES", 1)
-    asked: list[Span | None] = []
-    make_cache = blocks.make_cache
-
-    def note(*arguments: Any, part: Span | None = None) -> Any:
-        asked.append(part)
-        return make_cache(*arguments, part=part)
-
-    monkeypatch.setattr(blocks, "make_cache", note)
-    assert measure_speed(blocks).step_seconds > 0
-    assert asked == [Span(1, 2)]
+    noted: Any = NotedBlocks(blocks)
+    assert measure_speed(noted).step_seconds > 0
+    assert [(cache.first, len(cache.specs)) for cache in noted.made] == [(0, 1)]
 
 
 def test_live_steps_correct_announcements_but_for_trifles() -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -27,12 +28,14 @@ class Router:
     endless: ClassVar[bool] = False
     taken: ClassVar[set[int]] = set()
     mapped: ClassVar[dict[int, tuple[str, int, int]]] = {}
+    asked: ClassVar[list[float]] = []
 
     lanaddr = HOME
     discoverdelay = 0
 
     def discover(self) -> int:
         assert self.discoverdelay == 2000, "else it waits for no answer, or without end"
+        self.asked.append(trio.current_time())
         return int(self.there)
 
     def selectigd(self) -> None:
@@ -64,6 +67,7 @@ async def keeping(port: int) -> AsyncIterator[Upnp]:
         return call(*arguments)
 
     Router.there, Router.endless, Router.taken, Router.mapped = False, False, set(), {}
+    Router.asked.clear()
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, "miniupnpc", SimpleNamespace(UPnP=Router))
         patched.setattr(trio.to_thread, "run_sync", at_once)
@@ -106,6 +110,16 @@ async def test_router_without_leases_that_vanishes() -> None:
         await trio.sleep(16)
         assert upnp.mapping == mapping(65535, 65534) and Router.mapped == {65535: (HOME, 65534, 0)}
         Router.there = False
+
+
+async def test_router_that_was_silent_is_soon_asked_again() -> None:
+    async with keeping(4000) as upnp:
+        await trio.sleep(3000)
+        Router.there = True
+        await upnp.changed.wait()
+        assert upnp.mapping == mapping(4000, 4000)
+        pauses = [later - sooner for sooner, later in pairwise(Router.asked)]
+    assert pauses == pytest.approx([15, 60, 240, 900, 900, 900])
 
 
 async def test_unhelpful_router_is_asked_ever_less() -> None:

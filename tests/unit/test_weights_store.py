@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +27,7 @@ from petalnode.node.weights.store import (
 )
 from petalnode.protocols.ids import Span
 from petalnode.protocols.weights import PIECE_BYTES, WEIGHTS_LIMITS, Offer, Tree, TreeEntry
+from tests.full_disk import full_disk
 from tests.mtp_heads import save_with_head
 from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_models import NUM_BLOCKS, save_tiny
@@ -169,22 +167,11 @@ def test_one_process_at_a_time_writes(source: Source) -> None:
         assert alone
 
 
-@contextmanager
-def at_most(nbytes: int) -> Iterator[None]:
-    """No file may be longer, as on a disk that is full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_filling_disk_is_said_and_loses_nothing(source: Source) -> None:
     folder = source.opened()
     pieces = source.pieces(1)
     assert folder.put(1, 0, pieces[0])
-    with at_most(PIECE_BYTES + PIECE_BYTES // 2), pytest.raises(MachineError, match="Fetching tiny failed"):
+    with full_disk(PIECE_BYTES + PIECE_BYTES // 2), pytest.raises(MachineError, match="Fetching tiny failed"):
         folder.put(1, 1, pieces[1])
     assert not folder.has(1)
     assert folder.missing(1) == set(range(1, len(pieces)))

@@ -7,10 +7,9 @@ into build/web-check.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect
 from transformers import AutoTokenizer
 
 from petalnode.node.api.engine.core import Core
@@ -28,18 +27,13 @@ from petalnode.node.models import resolve
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from petalnode.node.web.pages import page_routes
 from petalnode.node.web.swarm_endpoint import swarm_routes
-from tests.import_graph import ROOT
 from tests.memory_api import MemoryApi, memory_api
 from tests.swarm.processes import Node, nodes, petalnode
 from tests.tiny_pictures import png, save_processor, save_seeing
+from tests.web.views import AXE, OUT, PATIENCE, SCHEMES, SIZES, Opener
 
-OUT = ROOT / "build/web-check"
-AXE = OUT / "node_modules/axe-core/axe.min.js"
-SIZES = {"phone": (390, 844), "desk": (1440, 900)}
-SCHEMES = ("light", "dark")
 SPANS = ("0:10", "10:20", "20:30")
 NAMES = ("attic", "office", "cellar")
-PATIENCE = 120_000  # milliseconds
 QUESTION = "What is the capital of France?"
 
 
@@ -96,46 +90,6 @@ def seeing_site(folder: Path) -> Iterator[Site]:
 def site() -> Iterator[Site]:
     with site_of() as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    OUT.mkdir(parents=True, exist_ok=True)
-    chromium = shutil.which("chromium")
-    assert chromium, "apt-get install chromium"
-    with sync_playwright() as playwright:
-        root = ["--no-sandbox"] if os.geteuid() == 0 else []
-        running = playwright.chromium.launch(executable_path=chromium, args=root)
-        yield running
-        running.close()
-
-
-Opener = Callable[..., Page]
-
-
-@pytest.fixture
-def opened(browser: Browser) -> Iterator[Opener]:
-    """Opens a page; nothing that it writes to the console and no error of it goes unseen."""
-    contexts: list[BrowserContext] = []
-    wrong: list[str] = []
-
-    def open_page(url: str, size: str = "desk", scheme: str = "light", *, ready: bool = True) -> Page:
-        width, height = SIZES[size]
-        context: Any = {"viewport": {"width": width, "height": height}, "has_touch": size == "phone"}
-        contexts.append(browser.new_context(color_scheme=scheme, reduced_motion="reduce", **context))
-        page = contexts[-1].new_page()
-        page.set_default_timeout(PATIENCE)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
-        page.goto(url)
-        if ready:
-            page.wait_for_selector("pn-page[data-ready]")
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert wrong == []
 
 
 def ask(page: Page, text: str) -> None:

@@ -11,9 +11,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.import_graph import ROOT
-from tests.web.check_pages import AXE, OUT, PATIENCE, SCHEMES, SIZES, Opener, browser, opened
-
-__all__ = ["browser", "opened"]  # fixtures
+from tests.web.views import AXE, OUT, PATIENCE, SCHEMES, SIZES, Opener
 
 SITE = ROOT / "build/site"
 LOOKED_AT = ("index", "start", "how-it-works", "apps", "performance", "decisions/index")

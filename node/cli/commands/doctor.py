@@ -132,10 +132,15 @@ async def check_network(join: JoinOptions, output: Output) -> list[Finding]:
                 judge_clock(await clock_offsets(swarm, WANTED.answer_wait)),
                 await check_reachability(swarm, are_here(join.peers)),
             ]
-    except SwarmError as error:
-        return [Finding("swarm", "problem", str(error), "check the addresses, the network, and that these nodes run")]
-    except PetalnodeError as error:  # of this machine, not of the network
-        return [Finding("swarm", "problem", f"not joined: {error}", "solve this first, then run the doctor again")]
+    except PetalnodeError as error:
+        return [not_joined(error)]
+
+
+def not_joined(error: PetalnodeError) -> Finding:
+    """Why the swarm could not be joined: by what the network lacks, or this machine."""
+    if isinstance(error, SwarmError):
+        return Finding("swarm", "problem", str(error), "check the addresses, the network, and that these nodes run")
+    return Finding("swarm", "problem", f"not joined: {error}", "solve this first, then run the doctor again")
 
 
 async def _swarm(swarm: Swarm) -> Finding:

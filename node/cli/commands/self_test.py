@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import trio
 import typer
@@ -42,9 +42,10 @@ from ..process import leaves
 from .doctor import Finding, Verdict, check_network, machine_findings
 
 if TYPE_CHECKING:
-    from ...blocks.machine_check import GreedyAnswer
+    from ...blocks.machine_check import GreedyAnswer, ProductSpeed
     from ...swarm.swarm import Swarm
 
+T = TypeVar("T")
 _TIME: Final = 120.0
 _SWARM_SHARE, _STEP_SHARE = 2, 6
 """The swarm has a half of the time, a step or the search for a peer a sixth."""
@@ -187,26 +188,37 @@ def compute_findings() -> Iterator[Finding]:
     for device in machine_check.devices():
         name = f"{device} ({capability})" if device == "cpu" else device
         for dtype in (torch.float32, torch.bfloat16):
-            try:
-                speed = machine_check.products(device, dtype)
-            except RuntimeError as error:
-                yield Finding("compute", "warning", f"{name} has no {dtype}: {reason_of(error)}")
-                continue
-            rates = f"{speed.flops / 1e9:.0f} GFLOP/s, weights at {speed.bytes_per_second / 1e9:.1f} GB/s"
-            text = f"{name}, {speed.dtype}: {rates}, error {speed.error:.1e}"
-            advice = "" if speed.right else "check the driver and the memory; do not serve with this device"
-            yield Finding("compute", "ok" if speed.right else "problem", text, advice)
+            yield product_finding(f"{name} has no {dtype}", name, _outcome(machine_check.products, device, dtype))
         for quantisation in ("int8", "nf4"):
-            try:
-                wrong_by, right = machine_check.quantised_error(device, quantisation)
-            except (PetalnodeError, RuntimeError, ImportError) as failure:
-                yield Finding("compute", "warning", f"{name}, {quantisation}: not here: {reason_of(failure)}")
-                continue
-            # A server notices such a kernel when it starts, and has torch multiply instead.
-            advice = "" if right else f"torch will multiply {quantisation} weights instead, more slowly"
-            yield Finding(
-                "compute", "ok" if right else "warning", f"{name}, {quantisation}: error {wrong_by:.1e}", advice
-            )
+            found = _outcome(machine_check.quantised_error, device, quantisation)
+            yield quantised_finding(f"{name}, {quantisation}", quantisation, found)
+
+
+def _outcome(function: Callable[..., T], *given: Any) -> T | Exception:
+    try:
+        return function(*given)
+    except (PetalnodeError, RuntimeError, ImportError) as error:
+        return error
+
+
+def product_finding(lacks: str, device: str, found: ProductSpeed | Exception) -> Finding:
+    """What products of a dtype were on `device`; `lacks` says that it has not got them."""
+    if isinstance(found, Exception):
+        return Finding("compute", "warning", f"{lacks}: {reason_of(found)}")
+    rates = f"{found.flops / 1e9:.0f} GFLOP/s, weights at {found.bytes_per_second / 1e9:.1f} GB/s"
+    text = f"{device}, {found.dtype}: {rates}, error {found.error:.1e}"
+    advice = "" if found.right else "check the driver and the memory; do not serve with this device"
+    return Finding("compute", "ok" if found.right else "problem", text, advice)
+
+
+def quantised_finding(what: str, quantisation: str, found: tuple[float, bool] | Exception) -> Finding:
+    """How wrong products with quantised weights were, and whether they are right. A server notices a wrong kernel when
+    it starts, and has torch multiply instead."""
+    if isinstance(found, Exception):
+        return Finding("compute", "warning", f"{what}: not here: {reason_of(found)}")
+    error, right = found
+    advice = "" if right else f"torch will multiply {quantisation} weights instead, more slowly"
+    return Finding("compute", "ok" if right else "warning", f"{what}: error {error:.1e}", advice)
 
 
 def exactness_findings(folder: Path) -> tuple[GreedyAnswer | None, list[Finding]]:

@@ -21,6 +21,7 @@ from .pledging import Depositor
 
 if TYPE_CHECKING:
     from ...blocks.kernels.choice import Known
+    from ...blocks.span import BlockSpan
 
 MAX_ADAPTERS: Final = 32
 """Each takes a line of the announcement."""
@@ -86,7 +87,8 @@ class ServerParts:
     `on_event` and `progress` tell a person what it does. `payments` makes what takes points of some validators for
     priority; `depositor` leaves those of a pledge with one. `tallies` is what all spans count in. While a `pause` is
     wanted, the server takes no sessions. It has no announcement once those that it had have gone. `known` is what was
-    found out about blocks, by model version and how they were loaded: it is not measured again for others.
+    found out about blocks, by model version and how they were loaded: it is not measured again for others. `computing`
+    is given the blocks that were loaded, and returns what computes in their place.
     """
 
     on_event: OnEvent
@@ -96,6 +98,7 @@ class ServerParts:
     tallies: ServerTallies = field(default_factory=ServerTallies)
     pause: Pause = field(default_factory=Pause)
     known: dict[object, Known] = field(default_factory=dict)
+    computing: Callable[[BlockSpan], BlockSpan] | None = None
 
 
 def check_blocks(options: ServerOptions, folder: ModelFolder) -> None:

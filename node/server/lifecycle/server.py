@@ -179,7 +179,7 @@ class Server:
             raise MachineError(
                 f"--cache-dtype float32 computes in float32, not in {blocks.cache_dtype}: add --dtype float32"
             )
-        return blocks
+        return blocks if parts.computing is None else parts.computing(blocks)
 
     def _keep_disk(self, path: Path, span: Span) -> None:
         used = in_use(path, self._context.folder.num_blocks, span)

@@ -11,11 +11,11 @@ import pytest
 import trio
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.errors import MachineError, PetalnodeError, unwrapped
+from petalnode.node.errors import MachineError
 from petalnode.node.models import Manifest, ModelFolder, compute_manifest, no_progress, resolve, verify_part
 from petalnode.node.models.checkpoint import Checkpoint
 from petalnode.node.swarm.swarm import Swarm
-from petalnode.node.testing import MemoryNetwork, run_autojumping
+from petalnode.node.testing import open_network
 from petalnode.node.weights.fetching import FETCHING
 from petalnode.node.weights.holder import WeightsHolder
 from petalnode.node.weights.remote_model import RemoteModel, find_remote_model
@@ -64,42 +64,31 @@ async def test_two_processes_of_a_machine_fetch_once(folder: ModelFolder, manife
             told.append((done, total))
         said.append(what)
 
-    async with trio.open_nursery() as nursery:
-        network = MemoryNetwork(nursery)
+    async with open_network() as network:
         hands_on(network, folder, manifest, asked, slowly)
         one, two = [cast(Swarm, network.node(Identity.generate())) for _ in range(2)]
         async with trio.open_nursery() as fetching:
             for swarm in (one, two):
                 remote = await find_remote_model(swarm, NAME, no_progress)
                 fetching.start_soon(remote.fetch, BLOCKS, note)
-        nursery.cancel_scope.cancel()
     assert sorted(asked.pieces) == sorted(all_pieces(folder))
     assert told == sorted(told) and told[-1][0] == told[-1][1] > 0
     assert any(what.startswith("Waiting for process") and NAME in what for what in said)
 
 
-def test_a_process_that_writes_nothing_is_named(folder: ModelFolder, manifest: Manifest) -> None:
-    async def main() -> float:
-        await trio.sleep(FETCHING.lonely)  # it counts from the time when this process has to wait
-        with unwrapped(PetalnodeError):
-            async with trio.open_nursery() as nursery:
-                network = MemoryNetwork(nursery)
-                hands_on(network, folder, manifest)
-                remote = await find_remote_model(cast(Swarm, network.node(Identity.generate())), NAME, no_progress)
-                stuck = PeerFolder.open(NAME, manifest, remote.stored.path)
-                begun = trio.current_time()
-                with stuck.locked() as alone:
-                    assert alone
-                    try:
-                        await remote.fetch(BLOCKS, no_progress)
-                    finally:
-                        waited.append(trio.current_time() - begun)
-        raise AssertionError
-
-    waited: list[float] = []
-    with pytest.raises(MachineError, match=r"process \d+ fetches tiny-llama, too, and has written nothing for 5 min"):
-        run_autojumping(main)
-    assert FETCHING.lonely < waited[0] < FETCHING.lonely + 10
+@pytest.mark.virtual_time
+async def test_a_process_that_writes_nothing_is_named(folder: ModelFolder, manifest: Manifest) -> None:
+    await trio.sleep(FETCHING.lonely)  # it counts from the time when this process has to wait
+    async with open_network() as network:
+        hands_on(network, folder, manifest)
+        remote = await find_remote_model(cast(Swarm, network.node(Identity.generate())), NAME, no_progress)
+        stuck = PeerFolder.open(NAME, manifest, remote.stored.path)
+        begun, named = trio.current_time(), r"process \d+ fetches tiny-llama, too, and has written nothing for 5 min"
+        with stuck.locked() as alone:
+            assert alone
+            with pytest.raises(MachineError, match=named):
+                await remote.fetch(BLOCKS, no_progress)
+        assert FETCHING.lonely < trio.current_time() - begun < FETCHING.lonely + 10
 
 
 @pytest.mark.virtual_time
@@ -111,8 +100,7 @@ async def test_two_machines_exchange_parts_before_having_all(
     manifest = compute_manifest(folder)
     asked = Asked()
     found: list[ModelFolder] = []
-    async with trio.open_nursery() as nursery:
-        network = MemoryNetwork(nursery)
+    async with open_network() as network:
         hands_on(network, folder, manifest, asked, slowly)
 
         async def fetch(remote: RemoteModel) -> None:
@@ -136,7 +124,6 @@ async def test_two_machines_exchange_parts_before_having_all(
         async with trio.open_nursery() as fetching:
             for remote in remotes:
                 fetching.start_soon(fetch, remote)
-        nursery.cancel_scope.cancel()
     assert found[0].path != found[1].path
     for one in found:
         verify_part(one, manifest, BLOCKS)

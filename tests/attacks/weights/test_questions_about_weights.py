@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from petalnode.node.models.checkpoint import Checkpoint
 from petalnode.node.models.digests import part_digests
 from petalnode.node.models.parts import parts_of_need
 from petalnode.node.swarm.swarm import Swarm
-from petalnode.node.testing import MemoryNetwork, run_autojumping
+from petalnode.node.testing import open_network
 from petalnode.node.weights import holder
 from petalnode.node.weights.fetching import open_weights
 from petalnode.node.weights.store import number_of_part
@@ -26,6 +27,7 @@ from petalnode.protocols.framing import PeerError
 from petalnode.protocols.ids import WEIGHTS
 from petalnode.protocols.weights import (
     Offer,
+    WeightsStream,
     ask_offer,
     ask_piece,
     ask_trees,
@@ -42,8 +44,7 @@ async def test_places_are_shared_and_idle_ones_given_up(reading: bool, folder: M
     elsewhere gets one at once."""
     query = wire.WeightsFrame(query=wire.WeightsQuery(model_version=manifest.version))
     piece = wire.WeightsFrame(piece_query=wire.PieceQuery(model_version=manifest.version, part=1))
-    async with trio.open_nursery() as nursery:
-        network = MemoryNetwork(nursery)
+    async with open_network() as network:
         server, _ = hands_on(network, folder, manifest)
         hoarders = [network.node(Identity.generate()) for _ in range(holder.HOLDING.places * 2)]
         for node in hoarders:
@@ -58,7 +59,6 @@ async def test_places_are_shared_and_idle_ones_given_up(reading: bool, folder: M
             await stream.send(query, timeout=5.0)
             answer, _ = await stream.receive(timeout=5.0)
             assert answer.HasField("offer")
-        nursery.cancel_scope.cancel()
 
 
 @pytest.mark.virtual_time
@@ -67,14 +67,12 @@ async def test_questions_about_the_model_read_no_weights(
 ) -> None:
     """Of what was not hashed before nothing is offered: no stranger has a model read."""
     monkeypatch.setenv("PETALNODE_CACHE", str(folder.path.parent / "another-cache"))
-    async with trio.open_nursery() as nursery:
-        network = MemoryNetwork(nursery)
+    async with open_network() as network:
         server, _ = hands_on(network, folder, manifest)
         asker = network.node(Identity.generate())
         async with asker.open_stream(server.peer_id, WEIGHTS, wire.WeightsFrame, timeout=5.0) as stream:
             await stream.send(wire.WeightsFrame(query=wire.WeightsQuery(model_version=manifest.version)), timeout=5.0)
             answer, _ = await stream.receive(timeout=5.0)
-            nursery.cancel_scope.cancel()
     found = Offer.from_wire(answer.offer, NUM_BLOCKS)
     assert found.parts == {NUM_BLOCKS + 2}  # the tokenizer
 
@@ -87,8 +85,7 @@ async def test_questions_without_end_look_at_the_disk_once(
     honest = holder.known_trees
     monkeypatch.setattr(holder, "known_trees", lambda *given: looked.append(given) or honest(*given))
     version = manifest.version
-    async with trio.open_nursery() as nursery:
-        network = MemoryNetwork(nursery)
+    async with open_network() as network:
         server, _ = hands_on(network, folder, manifest)
         asker = network.node(Identity.generate())
         async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
@@ -100,7 +97,6 @@ async def test_questions_without_end_look_at_the_disk_once(
                     await stream.send(frame, timeout=5.0)
                     await stream.receive(timeout=5.0)
                 await trio.sleep(0.1)
-        nursery.cancel_scope.cancel()
     assert len(looked) == 1
 
 
@@ -125,8 +121,7 @@ async def test_missing_part_is_an_error_the_stream_survives(
     asked = type(question).FromString(question.SerializeToString())
     if body in ("tree_query", "piece_query") and getattr(asked, body).part in (99, 1):
         getattr(asked, body).model_version = manifest.version
-    async with trio.open_nursery() as nursery:
-        network = MemoryNetwork(nursery)
+    async with open_network() as network:
         server, _ = hands_on(network, folder, manifest)
         asker = network.node(Identity.generate())
         async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
@@ -135,14 +130,12 @@ async def test_missing_part_is_an_error_the_stream_survives(
             assert await ask_offer(stream, manifest.version, NUM_BLOCKS, timeout=5.0) is not None
             wanted = [(99, bytes(32)), (1, manifest.blocks[0])]
             assert (await ask_trees(stream, manifest.version, wanted, timeout=5.0)).keys() == {1}
-        nursery.cancel_scope.cancel()
     assert answer.WhichOneof("body") == "error"
 
 
 @pytest.mark.virtual_time
 async def test_question_with_tensors_ends_the_stream_unread(folder: ModelFolder, manifest: Manifest) -> None:
-    async with trio.open_nursery() as nursery:
-        network = MemoryNetwork(nursery)
+    async with open_network() as network:
         server, _ = hands_on(network, folder, manifest)
         asker = network.node(Identity.generate())
         async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
@@ -153,54 +146,49 @@ async def test_question_with_tensors_ends_the_stream_unread(folder: ModelFolder,
                 await stream.send(frame, [bytes(100_000)], timeout=5.0)
             with pytest.raises(PeerError):
                 await stream.receive(timeout=5.0)
-        nursery.cancel_scope.cancel()
 
 
-def test_sessions_go_before_uploads(folder: ModelFolder, manifest: Manifest) -> None:
+async def twenty(
+    ask: Callable[[WeightsStream], Awaitable[None]], folder: ModelFolder, manifest: Manifest, *, serving: bool
+) -> float:
+    """Seconds in which a peer gets twenty answers, one after the other, while others use sessions here or do not."""
+    async with open_network() as network:
+        server, _ = hands_on(network, folder, manifest)
+        server.host.is_serving = serving  # type: ignore[misc]
+        asker = network.node(Identity.generate())
+        async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
+            begun = trio.current_time()
+            for _ in range(20):
+                await ask(stream)
+            return trio.current_time() - begun
+
+
+@pytest.mark.virtual_time
+async def test_sessions_go_before_uploads(folder: ModelFolder, manifest: Manifest) -> None:
     """While peers use sessions here, all uploads together have a small part of the line, in turns by address."""
 
-    async def main(serving: bool) -> float:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            server, _ = hands_on(network, folder, manifest)
-            server.host.is_serving = serving  # type: ignore[misc]
-            asker = network.node(Identity.generate())
-            async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
-                begun = trio.current_time()
-                for _ in range(20):
-                    await ask_piece(stream, manifest.version, 1, 0, timeout=60.0)
-                    assert await receive_piece(stream, timeout=60.0) is not None
-                seconds = trio.current_time() - begun
-            nursery.cancel_scope.cancel()
-        return seconds
+    async def ask(stream: WeightsStream) -> None:
+        await ask_piece(stream, manifest.version, 1, 0, timeout=60.0)
+        assert await receive_piece(stream, timeout=60.0) is not None
 
-    assert run_autojumping(main, False) < 1.0
-    assert run_autojumping(main, True) > 18.0
+    assert await twenty(ask, folder, manifest, serving=False) < 1.0
+    assert await twenty(ask, folder, manifest, serving=True) > 18.0
 
 
-def test_sessions_go_before_trees(folder: ModelFolder, manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.virtual_time
+async def test_sessions_go_before_trees(
+    folder: ModelFolder, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forty bytes ask for the tree of a part, which has 32 bytes for each MiB of the part and some for each tensor."""
-    digest = manifest.digest_of(0)
-    part = number_of_part(0, NUM_BLOCKS)
+    part, sizes = number_of_part(0, NUM_BLOCKS), []
 
-    async def main(serving: bool) -> float:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            server, _ = hands_on(network, folder, manifest)
-            server.host.is_serving = serving  # type: ignore[misc]
-            asker = network.node(Identity.generate())
-            async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
-                begun = trio.current_time()
-                for _ in range(20):
-                    trees = await ask_trees(stream, manifest.version, [(part, digest)], timeout=60.0)
-                    nbytes = trees[part].to_wire().ByteSize()
-                seconds = trio.current_time() - begun
-            nursery.cancel_scope.cancel()
-        monkeypatch.setattr(holder, "HOLDING", replace(holder.HOLDING, beside_sessions=nbytes))
-        return seconds
+    async def ask(stream: WeightsStream) -> None:
+        trees = await ask_trees(stream, manifest.version, [(part, manifest.digest_of(0))], timeout=60.0)
+        sizes.append(trees[part].to_wire().ByteSize())
 
-    assert run_autojumping(main, False) < 1.0
-    assert run_autojumping(main, True) > 18.0
+    assert await twenty(ask, folder, manifest, serving=False) < 1.0
+    monkeypatch.setattr(holder, "HOLDING", replace(holder.HOLDING, beside_sessions=sizes[0]))
+    assert await twenty(ask, folder, manifest, serving=True) > 18.0
 
 
 @pytest.mark.virtual_time
@@ -209,8 +197,7 @@ async def test_what_changed_on_disk_is_offered_no_more(folder: ModelFolder, mani
     copied = replace(folder, path=Path(shutil.copytree(folder.path, tmp_path / "copy" / folder.path.name)))
     part_digests(Checkpoint(copied.path), parts_of_need("all", NUM_BLOCKS))
     version = manifest.version
-    async with trio.open_nursery() as nursery:
-        network = MemoryNetwork(nursery)
+    async with open_network() as network:
         server, _ = hands_on(network, copied, manifest)
         asker = network.node(Identity.generate())
         async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
@@ -223,4 +210,3 @@ async def test_what_changed_on_disk_is_offered_no_more(folder: ModelFolder, mani
             await trio.sleep(1.0)
             after = await ask_offer(stream, version, NUM_BLOCKS, timeout=5.0)
             assert after is not None and after.parts == before.parts - {1}
-        nursery.cancel_scope.cancel()
