@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -78,6 +79,15 @@ def briefly_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (link, stream):
         monkeypatch.setattr(module, "DEADLINES", replace(module.DEADLINES, path_keep=0.5, keep_grace=0.5))
+
+
+@pytest.fixture(scope="module")
+def blocks_as_served() -> Iterator[None]:
+    """Servers in memory compute as those of `petalnode serve` do: a step of a tiny model takes a tenth of the time."""
+    from petalnode.node.testing import memory_servers
+
+    with patch.dict(memory_servers.USUAL, kernels="auto"):
+        yield
 
 
 @pytest.fixture

@@ -7,7 +7,10 @@ would pass for a right one.
 
 from __future__ import annotations
 
+import shutil
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -439,6 +442,12 @@ _BY_NAME_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
 """Those that only some tests ask for."""
 
 
+@cache
+def _saved() -> tuple[TemporaryDirectory[str], dict[str, Path]]:
+    """Where this process keeps the models that it has made, and their folders: many tests want the same ones."""
+    return TemporaryDirectory(prefix="tiny-models-"), {}
+
+
 def save_tiny(
     architecture: str,
     folder: Path,
@@ -457,8 +466,21 @@ def save_tiny(
         dtype: of the saved weights.
         overrides: fields of the configuration, such as num_hidden_layers=2.
     """
-    model_type, fields = (_SPECS | _HYBRID_SPECS | _WHOLE_SPECS | _CROSSING_SPECS | _BY_NAME_ONLY)[architecture]
-    config = AutoConfig.for_model(model_type, **{**fields, **overrides})
+    model_type, usual = (_SPECS | _HYBRID_SPECS | _WHOLE_SPECS | _CROSSING_SPECS | _BY_NAME_ONLY)[architecture]
+    fields = {**usual, **overrides}
+    room, made = _saved()
+    asked = repr((model_type, fields, seed, shards, dtype))
+    if asked not in made:
+        place = Path(room.name, str(len(made)))
+        size = {} if shards is None else {"max_shard_size": shards}
+        _random_model(model_type, fields, seed).to(dtype).save_pretrained(place, **size)  # type: ignore[arg-type]
+        made[asked] = place
+    shutil.copytree(made[asked], folder, dirs_exist_ok=True)
+    return folder
+
+
+def _random_model(model_type: str, fields: dict[str, Any], seed: int) -> PreTrainedModel:
+    config = AutoConfig.for_model(model_type, **fields)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
@@ -472,10 +494,7 @@ def save_tiny(
                     buffer.copy_(0.1 * torch.randn(buffer.shape))
                 elif name.endswith("tid2eid"):
                     buffer.copy_(torch.randint(fields["n_routed_experts"], buffer.shape))
-    folder.mkdir(parents=True, exist_ok=True)
-    size = {} if shards is None else {"max_shard_size": shards}
-    model.to(dtype).save_pretrained(folder, **size)  # type: ignore[arg-type]
-    return folder
+    return model
 
 
 def load_whole(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -93,7 +93,8 @@ class MemoryServer:
         node: Any = self.node  # in place of a Swarm
         payments = partial(PaymentVerifier, self.peer_id)
         parts = ServerParts(
-            self._on_event, no_progress, payments, None, self.tallies, self.pause, self._known, self._computing
+            *(self._on_event, no_progress, payments, None, self.tallies, self.pause, self._known, self._computing),
+            shared=True,
         )
         try:
             with self._scope:

@@ -45,7 +45,8 @@ def served(api_model: Path) -> Iterator[Served]:
     from petalnode.node.testing.memory_servers import memory_swarm
 
     with memory_swarm() as swarm:
-        started = [swarm.start(api_model, blocks, cache_tokens=100_000) for blocks in ("0:2", "2:4", "4:6")]
+        options = {"cache_tokens": 100_000, "kernels": "auto"}
+        started = [swarm.start(api_model, blocks, **options) for blocks in ("0:2", "2:4", "4:6")]
         for server in started:
             server.ready  # noqa: B018  (waits)
         yield Served(swarm, api_model)

@@ -26,6 +26,7 @@ from tests.api.conftest import Served
 from tests.memory_api import MemoryApi, memory_api
 from tests.patience import eventually
 
+pytestmark = pytest.mark.usefixtures("blocks_as_served")
 MODEL = "tiny-llama"
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "abc", "max_tokens": 900, "temperature": 0, "stream": True}
 BODY_BYTES = 100_000
@@ -131,13 +132,13 @@ def test_body_without_end_is_refused_at_its_limit(alone: MemoryApi) -> None:
 
 def test_slow_reader_gets_all_of_it_in_end(alone: MemoryApi) -> None:
     """The answer is made at the servers' speed, and what is not read waits as text."""
-    with ask_endless(alone, max_tokens=200) as connection:
+    with ask_endless(alone, max_tokens=60) as connection:
         assert connection.recv(1) == b"H"
         settled(alone)
         rest = _until(connection, b"[DONE]")
     events = [json.loads(line[6:]) for line in rest.splitlines() if line.startswith(b"data: {")]
     assert events[-1]["choices"][0]["finish_reason"] == "length"
-    assert sum(len(event["choices"][0]["text"]) for event in events) == 200
+    assert sum(len(event["choices"][0]["text"]) for event in events) == 60
 
 
 def _until(connection: socket.socket, end: bytes) -> bytes:
@@ -171,7 +172,7 @@ def test_answers_survive_dead_servers_or_end_in_503(
     spare_swarm: tuple[MemorySwarm, list[Any]], api_model: Path
 ) -> None:
     swarm, servers = spare_swarm
-    asked: dict[str, Any] = {"model": MODEL, "prompt": "go on and on", "max_tokens": 60, "temperature": 0}
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "go on and on", "max_tokens": 24, "temperature": 0}
     with (
         memory_api(swarm, api_model, limits=ApiLimits(context=256)) as api,
         openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0, timeout=None) as client,
@@ -235,7 +236,7 @@ def test_other_streams_go_on_when_others_are_killed(
     requests: list[dict[str, Any]] = [
         {
             "prompt": f"stream {number}",
-            "max_tokens": 24,
+            "max_tokens": 16,
             "temperature": number % 2,
             "seed": number,
             "logit_bias": biased,

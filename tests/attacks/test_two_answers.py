@@ -25,7 +25,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("llama", tmp_path_factory.mktemp("two-answers") / "model")
 
 
-pytestmark = pytest.mark.usefixtures("patient")
+pytestmark = pytest.mark.usefixtures("blocks_as_served", "patient")
 
 
 def test_who_signs_two_answers_is_banned_and_replaced(swarm: MemorySwarm, model_folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from tests.tiny_models import load_whole
 
 LIAR = Identity.from_seed(bytes(range(21, 53)))
 STRANGER = Identity.from_seed(bytes(range(22, 54)))
-TOKENS = 40
+TOKENS = 16
+PLAIN: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 
 
 @dataclass
@@ -59,6 +60,13 @@ def banned(model: Any) -> set[str]:
     return {ban.peer_id for ban in client_of(model).swarm.trust.bans()}
 
 
+@cache
+def answered(folder: Path, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A prompt, and what plain transformers says to it."""
+    prompt = torch.randint(3, 100, (rows, 9), generator=torch.Generator().manual_seed(3))
+    return prompt, load_whole(folder).generate(prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, **PLAIN)
+
+
 def generated(
     swarm: MemorySwarm,
     folder: Path,
@@ -76,19 +84,17 @@ def generated(
     known = partial(watch_served, protocol=INFERENCE, sent=answers)
     honest = swarm.start(folder, "3:6", identity=STRANGER, prepare=known)
     assert liar.ready and honest.ready
-    prompt = torch.randint(3, 100, (rows, 9), generator=torch.Generator().manual_seed(3))
-    options: Any = {"do_sample": False, "pad_token_id": 0}
-    expected = load_whole(folder).generate(prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, **options)
+    prompt, expected = answered(folder, rows)
     with (
         swarm.open_model(AutoDistributedModelForCausalLM, folder) as model,
         model.inference_session(200) as session,
     ):
-        first = model.generate(prompt, session=session, max_new_tokens=2, min_new_tokens=2, **options)
+        first = model.generate(prompt, session=session, max_new_tokens=2, min_new_tokens=2, **PLAIN)
         assert swarm.start(folder, "0:3").ready and swarm.start(folder, "3:6").ready
         lies.active = True
         more = TOKENS - 2
         while True:
-            output = model.generate(first, session=session, max_new_tokens=more, min_new_tokens=more, **options)
+            output = model.generate(first, session=session, max_new_tokens=more, min_new_tokens=more, **PLAIN)
             assert torch.equal(output, expected)
             if (lies.told == lies.most and bool(lies.changed) == bool(lies.change)) if done is None else done():
                 break

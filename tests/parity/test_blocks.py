@@ -13,7 +13,7 @@ from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.protocols.ids import Span
 from tests.parity.local_swarm import loaded
 from tests.parity.whole import Whole, whole_of
-from tests.tiny_models import ARCHITECTURES, CROSSING, CUTS, HYBRIDS, VOCABULARY
+from tests.tiny_models import ARCHITECTURES, CROSSING, CUTS, HYBRIDS, NUM_BLOCKS, VOCABULARY
 
 Tiny = Callable[[str], Path]
 
@@ -140,7 +140,7 @@ def test_sessions_decoded_together_equal_sessions_alone(architecture: str, tiny:
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS, *CROSSING])
 def test_reordered_rows_continue_rows_they_were_taken_from(architecture: str, tiny: Tiny) -> None:
-    span = load_span(tiny(architecture), Span(1, 6 if architecture in CROSSING else 4))
+    span = loaded(tiny(architecture), Span(1, 6 if architecture in CROSSING else 4))
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(3, 9, span.stack.width(), generator=generator)
     order, padding = [2, 2, 0], [1, 0, 3]
@@ -151,6 +151,34 @@ def test_reordered_rows_continue_rows_they_were_taken_from(architecture: str, ti
     span.forward(hidden[order], expected)
     last = torch.randn(3, 1, span.stack.width(), generator=generator)
     close(span.forward(last, moved), span.forward(last, expected))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_part_computes_what_its_span_alone_does(architecture: str, tiny: Tiny) -> None:
+    """A session may run through a part of what a server holds: routes are cut where servers overlap."""
+    folder = tiny(architecture)
+    whole = load_span(folder, Span(0, NUM_BLOCKS))
+    generator = torch.Generator().manual_seed(1)
+    sessions = []
+    for part in (Span(0, 2), Span(1, 4), Span(3, 6), Span(0, NUM_BLOCKS)):
+        alone = loaded(folder, part)
+        prompt = torch.randn(2, 11, whole.hidden_size, generator=generator)
+        token = torch.randn(2, 1, whole.hidden_size, generator=generator)
+        cache = whole.make_cache(2, 12, [3, 0], part)
+        expected = alone.make_cache(2, 12, [3, 0])
+        assert cache.nbytes == expected.nbytes
+        torch.testing.assert_close(
+            whole.forward(prompt, cache)[1], alone.forward(prompt, expected)[1], rtol=0, atol=1e-5
+        )
+        sessions.append((token, cache, alone.decode([(token, expected)])[0]))
+    outputs = whole.decode([(token, cache) for token, cache, _ in sessions])
+    for output, (_, _, expected_output) in zip(outputs, sessions, strict=True):
+        torch.testing.assert_close(output, expected_output, rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_that_are_not_here_are_refused(tiny: Tiny) -> None:
+    with pytest.raises(ValueError, match="blocks 1:3 are wanted, 2:3 are here"):
+        loaded(tiny("llama"), Span(2, 3)).make_cache(1, 4, None, Span(1, 3))
 
 
 def test_another_layer_or_position_would_be_noticed(tiny: Tiny) -> None:

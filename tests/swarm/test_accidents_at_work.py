@@ -89,7 +89,7 @@ class Person:
     def tune(self, *options: str) -> tuple[int, list[str], list[str]]:
         Path("data.jsonl").write_text('{"text": "one two three"}\n' * 4)
         where = ("--peer", self.server.address, "--data", "data.jsonl", "--out", "out", "--steps", "4")
-        return self.run("tune", "tiny-llama", *where, "--batch-size", "1", *options)
+        return self.run("tune", "tiny-llama", *where, "--batch-size", "1", "--sample-tokens", "2", *options)
 
     @property
     def saved(self) -> Any:

@@ -254,7 +254,7 @@ def try_out(command: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> tupl
     if arguments[0] == "chat" and how == "run":
         arguments += ["--max-new-tokens", "2"]
     if arguments[0] == "tune":
-        arguments += ["--overwrite"]
+        arguments += ["--overwrite", "--sample-tokens", "2"]
     parse(arguments)
     if how == PARSED:
         return how, 0

@@ -38,6 +38,7 @@ from tests.swarm.fleet import Tap
 from tests.swarm.memory_pool import started
 from tests.tiny_models import VOCABULARY, save_tiny
 
+pytestmark = pytest.mark.usefixtures("blocks_as_served")
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
 LENGTH = 40
 

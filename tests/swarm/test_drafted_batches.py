@@ -17,6 +17,7 @@ from tests.swarm.deep_drafts import CONSTANT, LOOKUP
 from tests.tiny_models import load_whole, save_tiny
 
 Model = DistributedModelForCausalLM
+pytestmark = pytest.mark.usefixtures("blocks_as_served")
 SAID = [5, 6, 7, 8, 5]
 PADDING = 0
 PROMPTS = torch.tensor(

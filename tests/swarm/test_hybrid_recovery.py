@@ -20,6 +20,7 @@ from tests.swarm.fleet import At, Fleet, Model
 from tests.swarm.memory_pool import MemoryPool
 from tests.tiny_models import HIDDEN, save_tiny
 
+pytestmark = pytest.mark.usefixtures("blocks_as_served")
 TOLERANCE = 2e-4
 ONE_WAY = 0.05
 """Seconds from any node to any other."""

@@ -8,6 +8,16 @@ import httpx
 import pytest
 
 from tests.swarm.processes import LOOPBACK, Node, Nodes, environment, nodes, petalnode, until
+from tests.swarm.tokenizer import save_tokenizer
+from tests.tiny_models import save_tiny
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model whose context is short, and so is every answer: `petalnode join` has no limit for it."""
+    root = tmp_path_factory.mktemp("models")
+    save_tokenizer(save_tiny("llama", root / "tiny-llama", max_position_embeddings=48, eos_token_id=None))
+    return root
 
 
 @pytest.fixture(scope="module")

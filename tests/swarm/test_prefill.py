@@ -84,7 +84,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("petalnode.node.client.chunks.PIPELINE_TOKENS", CHUNK)
 
 
-pytestmark = pytest.mark.usefixtures("patient")
+pytestmark = pytest.mark.usefixtures("blocks_as_served", "patient")
 
 
 def prompt(rows: int = 1, tokens: int = LONG) -> torch.Tensor:

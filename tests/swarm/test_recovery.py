@@ -27,6 +27,7 @@ from tests.swarm.lonely_swarm import Expected, Lonely
 from tests.swarm.memory_pool import MemoryPool, memory_pool
 from tests.tiny_models import HIDDEN, NUM_BLOCKS
 
+pytestmark = pytest.mark.usefixtures("blocks_as_served")
 LONG = 800
 """Tokens of a prompt that is sent in four chunks and replayed in two steps."""
 TOLERANCE = 1e-4

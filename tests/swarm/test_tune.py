@@ -174,7 +174,7 @@ def test_interrupted_and_resumed_it_learns_the_same(
 ) -> None:
     def command(out: str) -> list[str]:
         options = ["--method", "lora", "--steps", "20", "--eval-split", "0.2", "--eval-every", "8"]
-        options += ["--max-length", "32", "--tag", "sums", "--json"]
+        options += ["--max-length", "32", "--sample-tokens", "4", "--tag", "sums", "--json"]
         where = ["--peer", shared_swarm.peer, "--out", str(tmp_path / out)]
         return ["tune", str(shared_swarm.folder), "--data", str(pairs), *where, *options]
 

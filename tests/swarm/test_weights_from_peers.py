@@ -111,7 +111,7 @@ def test_program_in_python_and_training_that_have_nothing(
     home.mkdir()
     tuned = petalnode(
         *("tune", NAME, "--peer", whole.address, "--data", str(tmp_path / "data.jsonl"), "--method", "prompt"),
-        *("--virtual-tokens", "2", "--steps", "1", "--out", str(tmp_path / "tuned"), "--json"),
+        *("--virtual-tokens", "2", "--steps", "1", "--sample-tokens", "2", "--out", str(tmp_path / "tuned"), "--json"),
         env=environment(home),
     )
     assert tuned.code == 0, tuned

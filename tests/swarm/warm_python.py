@@ -30,6 +30,9 @@ from typing import IO, Any, Final, TypeAlias
 
 _ROOT: Final = Path(__file__).parents[2]
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False  # what one process has compiled is for the next one
+
 _READ_AT_IMPORT: Final = ("LD_", "MKL_", "OMP_", "PYTHON")
 """Variables, or how their names begin, that a copy takes no notice of any more."""
 

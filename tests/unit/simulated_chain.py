@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import pytest
@@ -275,6 +276,7 @@ def meaningless(rng: random.Random) -> tuple[list[int], int]:
     return [rng.randrange(6) for _ in range(300)], 20
 
 
+@cache
 def guessable(seed: int, share: float, vocabulary: int) -> tuple[list[int], int]:
     """What a look into the text finds comes next with this probability, and never otherwise."""
     rng, drafter = random.Random(seed), LookupDrafter()

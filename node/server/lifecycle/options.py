@@ -88,7 +88,8 @@ class ServerParts:
     priority; `depositor` leaves those of a pledge with one. `tallies` is what all spans count in. While a `pause` is
     wanted, the server takes no sessions. It has no announcement once those that it had have gone. `known` is what was
     found out about blocks, by model version and how they were loaded: it is not measured again for others. `computing`
-    is given the blocks that were loaded, and returns what computes in their place.
+    is given the blocks that were loaded, and returns what computes in their place. A process that is `shared` with
+    others keeps the memory that one of them has no use for.
     """
 
     on_event: OnEvent
@@ -99,6 +100,7 @@ class ServerParts:
     pause: Pause = field(default_factory=Pause)
     known: dict[object, Known] = field(default_factory=dict)
     computing: Callable[[BlockSpan], BlockSpan] | None = None
+    shared: bool = False
 
 
 def check_blocks(options: ServerOptions, folder: ModelFolder) -> None:

@@ -164,8 +164,9 @@ class Server:
         from ...blocks.span import Loading, load
         from ...blocks.split import SplitSpan
 
-        return_memory()  # of imports, digests and the blocks before
         options, parts, loaded = self._context.options, self._context.parts, []
+        if not parts.shared:
+            return_memory()  # of imports, digests and the blocks before
         cuts = cut(span, self._sizing.rooms, self._context.folder.boundaries)
         for device, own in zip(options.devices, cuts, strict=True):
             key = _speed_key(self._context.source, replace(options, devices=(device,)))

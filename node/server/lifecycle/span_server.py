@@ -179,7 +179,8 @@ class SpanServer:
         self._set_handlers()
         self._compute.steps.on_decode = self._speed.live.note_decode
         self._compute.steps.on_prefill = self._speed.live.note_prefill
-        await self._compute.call(return_memory)
+        if not self._context.parts.shared:
+            await self._compute.call(return_memory)
         self._requests.draining = self._context.parts.pause.wanted
         self._announce()
         self._context.parts.tallies.serving = self.serving
