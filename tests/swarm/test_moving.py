@@ -96,7 +96,7 @@ class OneRoute(Ways):
         self._asked = True
         return self._route
 
-    async def standby(self, spec: SessionSpec, route: Sequence[Hop], index: int) -> tuple[Hop, ...]:
+    async def standby(self, spec: SessionSpec, route: Sequence[Hop], index: int, excluded: Any = ()) -> tuple[Hop, ...]:
         raise NoChainError("nobody may take a server's place here", ())
 
     async def connect(self, hop: Hop, *, direct: bool = False) -> InferenceStream:
