@@ -102,6 +102,8 @@ class DirectoryAnswers:
         view, own = self._directory.view, self._directory.own
         records = view.page(query.model_version, query.after)
         if query.sample and query.limit:
+            records = list(records)
+            peers = (record.content.peer_id for record in records)
             records = sampled(
                 records,
                 view.origins,
@@ -110,7 +112,7 @@ class DirectoryAnswers:
                 max_bytes=min(
                     query.max_bytes or protocol.DIRECTORY_LIMITS.max_page, protocol.DIRECTORY_LIMITS.max_page
                 ),
-                unreached=set(filter(self._directory.is_unreached, view.records)),
+                unreached=set(filter(self._directory.is_unreached, peers)),
             )
             # Of two that ask each other, at least one knows what the other has announced last.
             if own is not None and own not in records and query.model_version in (b"", own.content.model_version):
