@@ -208,7 +208,7 @@ async def test_streams_count_for_their_address_until_a_grant() -> None:
             for grants in (False, True):
                 if grants:
                     raw.grant()
-                until = time.thread_time() + 0.05
+                until = time.thread_time() + 0.1
                 while time.thread_time() < until:
                     pass
                 await trio.lowlevel.checkpoint()
@@ -217,7 +217,7 @@ async def test_streams_count_for_their_address_until_a_grant() -> None:
         victim.set_stream_handler("/busy/1", serve)
         await attacker.open_stream(victim.peer_id, "/busy/1")
         await eventually(lambda: len(spent) == 2, "the stream is served")
-    assert spent[0] > 2500 and 0 < spent[1] < 2 * WORK.granted_part * spent[0]
+    assert spent[0] > 5000 and 0 < spent[1] < spent[0] - 5000  # What its connection cost stays, however long it took.
 
 
 @pytest.mark.virtual_time
