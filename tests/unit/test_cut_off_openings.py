@@ -24,6 +24,8 @@ SPEC = SessionSpec(b"", Span(0, 2), batch=1, max_length=8)
 class Server:
     """In place of a `SessionStream`."""
 
+    hop = Hop("server", SPEC.span)
+
     def __init__(self) -> None:
         self.closed = False
 
@@ -48,6 +50,10 @@ class Router:
 
     def suspect(self, peer_id: str, seconds: float = 0) -> None:
         pass
+
+    async def standby(self, *asked: Any) -> tuple[Hop, ...]:
+        await trio.sleep_forever()
+        return ()
 
 
 class Search:
@@ -130,3 +136,29 @@ async def test_chain_let_go_while_opening_is_closed() -> None:
         may_end.set()
         scope.cancel()
     assert server.closed
+
+
+async def test_switch_to_a_dismissed_standby_fails() -> None:
+    """An older step was answered while a younger one, which had found the standby ready, waited for its turn."""
+    server = Server()
+    async with trio.open_nursery() as nursery:
+        chain = Chain(cast(Any, Router(nursery)), SPEC, False)
+        link = link_to(Server())
+        chain.links, link.standby = [link], Standby(links=[link_to(server)], ready=True)
+        chain.dismiss_standby(link)
+        assert not await chain.switch(0) and chain.links == [link]
+    assert server.closed
+
+
+async def test_dismissed_standby_may_be_prepared_again_at_once() -> None:
+    """It did not fail: the server may be one that stops."""
+    async with trio.open_nursery() as nursery:
+        chain = Chain(cast(Any, Router(nursery)), SPEC, False)
+        chain.links = [link] = [link_to(Server())]
+        for _ in range(2):
+            chain.prepare_standby(link)
+            assert link.standby is not None
+            await trio.testing.wait_all_tasks_blocked()
+            chain.dismiss_standby(link)
+            await trio.testing.wait_all_tasks_blocked()
+            assert link.standby is None

@@ -339,8 +339,8 @@ class Chain:
                     return
             except (SwarmError, BadInput) as error:
                 link.server.misled = link.server.misled or isinstance(error, AnsweredWrong)  # else nobody else can
+                link.standby_failed = trio.current_time()
         link.standby = None
-        link.standby_failed = trio.current_time()
         await close_links(standby.links)
 
     async def _bring(self, link: ServerLink, standby: Standby) -> None:
@@ -379,11 +379,11 @@ class Chain:
             index += 1
 
     async def switch(self, index: int) -> bool:
-        """Puts the standby of a link in its place; false if it has just failed."""
+        """Puts the standby of a link in its place; false if it has just failed, or was dismissed by an older step."""
         link = self.links[index]
-        standby = link.standby
-        assert standby is not None
-        link.standby = None
+        standby, link.standby = link.standby, None
+        if standby is None:
+            return False
         try:
             await self._catch_up(link, standby)
         except BaseException as error:
