@@ -16,7 +16,7 @@ SERVICE: Final = "node.server.requests.service"
 MESSAGES: Final = "node.network.kad_messages"
 KADEMLIA: Final = "node.network.kad_service"
 GOSSIP: Final = "node.network.gossip"
-STANDARD: Final = "node.network.standard_protocols"
+STANDARD: Final = "node.network.standard_protocols.STANDARD"
 DIALS: Final = "node.network.nat.dial_back.DIALS"
 
 
@@ -24,7 +24,7 @@ CONNECTION: Final[Mapping[str, Row]] = {
     "connection": Row(
         "any address",
         f"{MEMORY}.budgets_of",
-        "node.network.transport.connections._HANDSHAKES",
+        f"{LIMITS}.LIMITS.patience",
         f"{LIMITS}.LIMITS.inbound {LIMITS}.LIMITS.handshakes {LIMITS}.LIMITS.least_of_address",
         ("tests/unit/test_limits.py", "tests/attacks/test_many_identities.py"),
         ("handshakes",),
@@ -33,7 +33,7 @@ CONNECTION: Final[Mapping[str, Row]] = {
     "WebSocket": Row(
         "any address",
         f"{LIMITS}.LIMITS.large_frame node.network.transport.raw_connection.READ_SIZE",
-        f"node.network.transport.connections._HANDSHAKES {LIMITS}.LIMITS.frames_per_second",
+        f"{LIMITS}.LIMITS.patience {LIMITS}.LIMITS.frames_per_second",
         "as connection",
         ("tests/attacks/test_websocket.py",),
         ("WebSocket",),
@@ -41,7 +41,7 @@ CONNECTION: Final[Mapping[str, Row]] = {
     "swarm key and Noise": Row(
         "any address",
         "node.network.transport.noise.MAX_PLAINTEXT node.network.transport.noise.MAX_RSA_KEY",
-        "node.network.transport.connections._HANDSHAKES",
+        f"{LIMITS}.LIMITS.patience",
         "as connection",
         ("tests/attacks/test_costly_keys.py", "tests/unit/test_noise.py", "tests/swarm/test_private_hosts.py"),
         ("Noise messages", "handshakes"),
@@ -59,7 +59,7 @@ CONNECTION: Final[Mapping[str, Row]] = {
     "multistream-select": Row(
         PEER,
         "node.network.transport.muxed_stream.INITIAL_WINDOW",
-        "node.network.transport.connections.NEGOTIATION",
+        f"{LIMITS}.LIMITS.patience",
         f"{LIMITS}.LIMITS.streams {LIMITS}.LIMITS.negotiating",
         ("tests/unit/test_negotiation.py", "tests/attacks/test_slow_negotiation.py"),
         ("NAT, identify and relay",),
@@ -71,26 +71,26 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     "/ipfs/id/1.0.0": Row(
         PEER,
         f"protocols.nat_traversal.TRAVERSAL.identify_max_message "
-        f"protocols.delimited.DELIMITED.max_fields {STANDARD}._MAX_IDENTIFIED",
-        f"{STANDARD}.PATIENCE node.network.transport.connections.NEGOTIATION",
-        f"{STANDARD}._MAX_IDENTIFIED_ADDRS node.network.transport.address_book.MAX_PEERS",
+        f"protocols.delimited.DELIMITED.max_fields {STANDARD}.max_bytes",
+        f"{STANDARD}.patience {LIMITS}.LIMITS.patience",
+        "node.network.transport.address_book.MAX_ADDRS node.network.transport.address_book.MAX_PEERS",
         ("tests/attacks/test_pings_and_pushes.py", "tests/attacks/test_many_identities.py"),
         ("asked who we are", "NAT, identify and relay"),
         ("identify and ping", "garbage"),
     ),
     "/ipfs/id/push/1.0.0": Row(
         PEER,
-        f"protocols.nat_traversal.TRAVERSAL.identify_max_message {STANDARD}._MAX_IDENTIFIED",
-        f"{STANDARD}.PUSHES {STANDARD}.PATIENCE",
-        f"{STANDARD}._MAX_IDENTIFIED_ADDRS {STANDARD}._MAX_IDENTIFIED_PROTOCOLS",
+        f"protocols.nat_traversal.TRAVERSAL.identify_max_message {STANDARD}.max_bytes",
+        f"{STANDARD}.pushes {STANDARD}.patience",
+        f"node.network.transport.address_book.MAX_ADDRS {STANDARD}.max_protocols",
         ("tests/attacks/test_pings_and_pushes.py", "tests/attacks/test_many_identities.py"),
         ("NAT, identify and relay",),
         ("identify and ping", "garbage"),
     ),
     "/ipfs/ping/1.0.0": Row(
         PEER,
-        f"{STANDARD}._PING_BYTES",
-        f"{STANDARD}.PINGS {STANDARD}.PATIENCE",
+        "node.network.standard_protocols._PING_BYTES",
+        f"{STANDARD}.pings {STANDARD}.patience",
         f"{LIMITS}.LIMITS.streams",
         ("tests/attacks/test_pings_and_pushes.py",),
         ("NAT, identify and relay",),
