@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -24,37 +23,30 @@ from ...protocols.delimited import DelimitedStream
 from ...protocols.nat_traversal import IDENTIFY, TRAVERSAL
 from .shares import Rates
 from .transport.address_book import MAX_ADDRS
+from .transport.limits import LIMITS
 from .transport.stream_bytes import Connection, StreamBytes
 
 log = logging.getLogger(__name__)
 
 PING: Final = "/ipfs/ping/1.0.0"
 IDENTIFY_PUSH: Final = "/ipfs/id/push/1.0.0"
+PINGS: Final = (20.0, 100.0)
+"""Of a peer, per second and at once; those beyond that are answered later."""
+PUSHES: Final = (0.5, 16.0)
+"""Of a peer, per second and at once; those beyond that are not read."""
 _PING_BYTES: Final = 32
+_MAX_IDENTIFIED: Final = 256  # bytes of an address, a protocol's name and a key that a peer says of itself
+_MAX_IDENTIFIED_PROTOCOLS: Final = 128
 
 Handler = Callable[[StreamBytes, str], Awaitable[None]]
 
 
-@dataclass(frozen=True)
-class StandardLimits:
-    """What a peer may send by these protocols: rates are per second and at once."""
-
-    pings: tuple[float, float] = (20.0, 100.0)  # those beyond that are answered later
-    pushes: tuple[float, float] = (0.5, 16.0)  # those beyond that are not read
-    patience: float = 10.0  # seconds for a ping to come on an open stream, for its answer to be read, and for a push
-    max_bytes: int = 256  # of an address, a protocol's name and a key that a peer says of itself
-    max_protocols: int = 128
-
-
-STANDARD: Final = StandardLimits()
-
-
 async def keep_identified(peerstore: IPeerStore, peer_id: ID, message: Identify) -> None:
     """As libp2p's own, which keeps up to 1 MiB of each key that has ever connected or pushed."""
-    small = [addr for addr in message.listen_addrs if len(addr) <= STANDARD.max_bytes][:MAX_ADDRS]
-    known = [name for name in message.protocols if len(name) <= STANDARD.max_bytes][: STANDARD.max_protocols]
+    small = [addr for addr in message.listen_addrs if len(addr) <= _MAX_IDENTIFIED][:MAX_ADDRS]
+    known = [name for name in message.protocols if len(name) <= _MAX_IDENTIFIED][:_MAX_IDENTIFIED_PROTOCOLS]
     kept = Identify(listen_addrs=small, protocols=known)
-    if len(message.public_key) <= STANDARD.max_bytes:
+    if len(message.public_key) <= _MAX_IDENTIFIED:
         kept.public_key = message.public_key
     await update_peerstore_from_identify(peerstore, peer_id, kept)
 
@@ -69,7 +61,7 @@ def speaks(peerstore: IPeerStore, peer_id: str, protocol: str) -> bool:
 async def identify(connection: Connection, peerstore: IPeerStore, peer_id: ID) -> bool:
     """Asks a peer who it is, and keeps what it says; whether that came."""
     try:
-        with trio.fail_after(STANDARD.patience):
+        with trio.fail_after(LIMITS.patience):
             raw = await connection.open_stream(IDENTIFY)
     except (ConnectionError, trio.TooSlowError) as error:
         log.debug("%s cannot be asked who it is: %r", peer_id, error)
@@ -81,7 +73,7 @@ async def take_identified(raw: StreamBytes, peerstore: IPeerStore, peer_id: ID) 
     """Keeps what the peer says of itself on the stream, and ends that; whether it came, in bounds and in time."""
     stream = DelimitedStream(raw, str(peer_id), max_message=TRAVERSAL.identify_max_message)
     try:
-        await keep_identified(peerstore, peer_id, await stream.receive(Identify, timeout=STANDARD.patience))
+        await keep_identified(peerstore, peer_id, await stream.receive(Identify, timeout=LIMITS.patience))
         await raw.close()
         return True
     except Exception as error:  # whatever libp2p makes of a stranger's bytes
@@ -91,18 +83,18 @@ async def take_identified(raw: StreamBytes, peerstore: IPeerStore, peer_id: ID) 
 
 
 def answer_pings() -> Handler:
-    return partial(_answer_pings, Rates(*STANDARD.pings))
+    return partial(_answer_pings, Rates(*PINGS))
 
 
 def take_pushes(peerstore: IPeerStore) -> Handler:
-    return partial(_take_pushes, Rates(*STANDARD.pushes), peerstore)
+    return partial(_take_pushes, Rates(*PUSHES), peerstore)
 
 
 async def _answer_pings(rates: Rates, raw: StreamBytes, peer_id: str) -> None:
     ping = b""
     try:
         while True:
-            with trio.fail_after(STANDARD.patience):
+            with trio.fail_after(LIMITS.patience):
                 while len(ping) < _PING_BYTES:
                     part = await raw.read(_PING_BYTES - len(ping))
                     if not part:
@@ -110,7 +102,7 @@ async def _answer_pings(rates: Rates, raw: StreamBytes, peer_id: str) -> None:
                         return
                     ping += part
             await rates.wait(peer_id, 1)
-            with trio.fail_after(STANDARD.patience):
+            with trio.fail_after(LIMITS.patience):
                 await raw.write(ping)
             ping = b""
     except (OSError, trio.TooSlowError) as error:

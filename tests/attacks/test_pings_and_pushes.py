@@ -34,8 +34,7 @@ async def pinged(stream: StreamBytes, data: bytes) -> bytes:
 
 
 async def test_thousands_of_pings_are_answered_steadily(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = replace(standard_protocols.STANDARD, pings=(0.1, 50.0))
-    monkeypatch.setattr(standard_protocols, "STANDARD", slow)  # as on a machine of any speed
+    monkeypatch.setattr(standard_protocols, "PINGS", (0.1, 50.0))  # as on a machine of any speed
     answered = 0
     async with host(LOOPBACK) as victim, knowing(victim) as attacker, knowing(victim) as honest:
         streams = [await attacker.open_stream(victim.peer_id, PING) for _ in range(4)]
@@ -120,7 +119,7 @@ async def test_answer_to_identify_is_read_within_bounds(answer: str) -> None:
 
 
 async def test_silent_answer_to_identify_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standard_protocols, "STANDARD", replace(standard_protocols.STANDARD, patience=0.05))
+    monkeypatch.setattr(standard_protocols, "LIMITS", replace(standard_protocols.LIMITS, patience=0.05))
     async with host(LOOPBACK) as victim, knowing(victim) as attacker:
         ended = trio.Event()
 

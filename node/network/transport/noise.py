@@ -8,7 +8,6 @@ wire are libp2p's. Only the transport of messages after the handshake is here.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, Final
 
 import trio
@@ -30,26 +29,12 @@ from libp2p.security.noise.transport import Transport
 from libp2p.security.secure_session import SecureSession
 from multiaddr import Multiaddr
 
+from .limits import LIMITS
 from .raw_connection import ByteSink, PskConnection
 
 MAX_PLAINTEXT: Final = 65535 - 16
 MAX_RSA_KEY: Final = 600
 """Bytes of an RSA key that a stranger shows; a public one of 4,096 bits has 550."""
-
-
-@dataclass(frozen=True)
-class OutgoingLimits:
-    """What may wait for the socket, in bytes, and for how long."""
-
-    room: int = 64 * 1024  # before writers wait: a decode step behind a prefill waits for this and one frame
-    overfull: int = 1024 * 1024  # beyond which pings are not answered
-    most: int = 16 * 1024 * 1024
-    """Window updates, resets and the like do not wait; a peer that leaves so many bytes of them unread is no peer."""
-    stall: float = 10.0
-    """Seconds; a peer whose system takes no 64 KiB in these, on average over a frame, is as good as gone."""
-
-
-OUTGOING: Final = OutgoingLimits()
 
 
 class ShortRsaKey(RSAPublicKey):
@@ -231,7 +216,7 @@ class NoiseSession(BaseSession):
         """
         if self._closed:
             raise ConnectionResetError("the connection is closed")
-        if self._outgoing_bytes > OUTGOING.most:
+        if self._outgoing_bytes > LIMITS.most_unsent:
             raise ConnectionAbortedError("the peer asks for more than it reads")
         if self.upload is not None:
             self.upload.spend(len(data))
@@ -258,7 +243,7 @@ class NoiseSession(BaseSession):
     @property
     def has_room(self) -> bool:
         """Whether little enough is waiting for the socket."""
-        return self._outgoing_bytes < OUTGOING.room
+        return self._outgoing_bytes < LIMITS.unsent
 
     async def wait_room(self) -> None:
         """Returns at once unless much is waiting for the socket."""
@@ -268,7 +253,7 @@ class NoiseSession(BaseSession):
     @property
     def is_overfull(self) -> bool:
         """Whether so much is waiting for the socket that nothing may be added that can be left out."""
-        return self._outgoing_bytes > OUTGOING.overfull
+        return self._outgoing_bytes > LIMITS.unsent_before_pings
 
     @property
     def is_stuffed(self) -> bool:
@@ -287,16 +272,16 @@ class NoiseSession(BaseSession):
                 continue
             await self._send_raw(self._outgoing[0])
             self._outgoing_bytes -= len(self._outgoing.popleft())
-            if self._outgoing_bytes < OUTGOING.room:
+            if self._outgoing_bytes < LIMITS.unsent:
                 self._room.unpark_all()
             if not self._outgoing:
                 self._sent.unpark_all()
 
     async def _send_raw(self, message: bytes) -> None:
-        with trio.move_on_after(OUTGOING.stall * max(1.0, len(message) / (64 * 1024))):
+        with trio.move_on_after(LIMITS.stall * max(1.0, len(message) / (64 * 1024))):
             await self._raw.send(message)
             return
-        raise ConnectionAbortedError(f"the peer took nothing for {OUTGOING.stall:g} s")
+        raise ConnectionAbortedError(f"the peer took nothing for {LIMITS.stall:g} s")
 
     async def write(self, data: bytes) -> None:
         """Sends all of it, for libp2p's negotiation of the muxer (no `pump` yet)."""

@@ -16,7 +16,8 @@ SERVICE: Final = "node.server.requests.service"
 MESSAGES: Final = "node.network.kad_messages"
 KADEMLIA: Final = "node.network.kad_service"
 GOSSIP: Final = "node.network.gossip"
-STANDARD: Final = "node.network.standard_protocols.STANDARD"
+STANDARD: Final = "node.network.standard_protocols"
+NAT: Final = "node.network.nat.reachability.NAT"
 DIALS: Final = "node.network.nat.dial_back.DIALS"
 
 
@@ -71,8 +72,8 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     "/ipfs/id/1.0.0": Row(
         PEER,
         f"protocols.nat_traversal.TRAVERSAL.identify_max_message "
-        f"protocols.delimited.DELIMITED.max_fields {STANDARD}.max_bytes",
-        f"{STANDARD}.patience {LIMITS}.LIMITS.patience",
+        f"protocols.delimited.DELIMITED.max_fields {STANDARD}._MAX_IDENTIFIED",
+        f"{LIMITS}.LIMITS.patience",
         "node.network.transport.address_book.MAX_ADDRS node.network.transport.address_book.MAX_PEERS",
         ("tests/attacks/test_pings_and_pushes.py", "tests/attacks/test_many_identities.py"),
         ("asked who we are", "NAT, identify and relay"),
@@ -80,17 +81,17 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/ipfs/id/push/1.0.0": Row(
         PEER,
-        f"protocols.nat_traversal.TRAVERSAL.identify_max_message {STANDARD}.max_bytes",
-        f"{STANDARD}.pushes {STANDARD}.patience",
-        f"node.network.transport.address_book.MAX_ADDRS {STANDARD}.max_protocols",
+        f"protocols.nat_traversal.TRAVERSAL.identify_max_message {STANDARD}._MAX_IDENTIFIED",
+        f"{STANDARD}.PUSHES {LIMITS}.LIMITS.patience",
+        f"node.network.transport.address_book.MAX_ADDRS {STANDARD}._MAX_IDENTIFIED_PROTOCOLS",
         ("tests/attacks/test_pings_and_pushes.py", "tests/attacks/test_many_identities.py"),
         ("NAT, identify and relay",),
         ("identify and ping", "garbage"),
     ),
     "/ipfs/ping/1.0.0": Row(
         PEER,
-        "node.network.standard_protocols._PING_BYTES",
-        f"{STANDARD}.pings {STANDARD}.patience",
+        f"{STANDARD}._PING_BYTES",
+        f"{STANDARD}.PINGS {LIMITS}.LIMITS.patience",
         f"{LIMITS}.LIMITS.streams",
         ("tests/attacks/test_pings_and_pushes.py",),
         ("NAT, identify and relay",),
@@ -127,7 +128,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
         PEER,
         "protocols.nat_traversal.TRAVERSAL.autonat_max_message protocols.nat_traversal.TRAVERSAL.autonat_max_addrs",
         f"{DIALS}.max_dialed",
-        f"node.network.nat.autonat._MAX_KEPT {DIALS}.at_once_of_host",
+        f"{NAT}.max_kept {DIALS}.at_once_of_host",
         ("tests/attacks/test_announced_addresses.py", "tests/attacks/test_relay_and_dial_backs.py"),
         ("asked to dial back",),
         ("dial-backs and punches", "garbage"),
@@ -171,8 +172,8 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     "/libp2p/circuit/relay/0.2.0/stop": Row(
         "a relay that this node uses",
         "protocols.delimited.MAX_MESSAGE",
-        "node.network.nat.circuits._STOPPING node.network.nat.circuits._HANDSHAKES",
-        "node.network.nat.circuits._MAX_PENDING node.network.nat.circuits._LEAST_PENDING",
+        f"{NAT}.answer {NAT}.by_relay",
+        f"{NAT}.max_pending",
         ("tests/swarm/test_relay.py", "tests/attacks/test_unasked_circuits.py"),
         ("asked to take a circuit",),
         ("garbage",),
