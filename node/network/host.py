@@ -31,7 +31,7 @@ from .shares import origin_of_ip
 from .standard_protocols import IDENTIFY_PUSH, PING, answer_pings, identify, keep_identified, take_pushes
 from .transport.address_book import AnnouncementSources
 from .transport.bandwidth import Bandwidth
-from .transport.connections import NEGOTIATION, CircuitDialer, Network, path_of
+from .transport.connections import CircuitDialer, Network, path_of
 from .transport.negotiation import OneAnswer, OneRoundTrip, reason_of
 from .transport.raw_connection import Path, PromptSockets, RawConnection, SocketConnection, remote_multiaddr
 from .transport.stream_bytes import CircuitConnection, Connection, StreamBytes
@@ -346,7 +346,7 @@ class _Libp2pHost(BasicHost):
 
     def __init__(self, network: Network, addresses: _Addresses) -> None:
         self._addresses, self._live = addresses, network.live
-        super().__init__(network, negotiate_timeout=NEGOTIATION, disable_identify_address_discovery=True)
+        super().__init__(network, disable_identify_address_discovery=True)
 
     async def _identify_peer(self, peer_id: ID, *, reason: str) -> None:
         """As libp2p's own, which reads up to 1 MiB."""

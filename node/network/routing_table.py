@@ -21,14 +21,12 @@ from multiaddr import Multiaddr
 from .addresses import MAX_ADDRS, without_peer
 from .host import Host
 from .kad_messages import KAD
+from .kad_store import LIFETIME
 from .provider_lookup import Contact, claimed_origins, distance, nearest_around
 
-BUCKET_SIZE: Final = 20
-NAMED: Final = 20
-"""Peers to name to who asks."""
+K: Final = 20  # Kademlia's number: peers of a bucket, and those to name to who asks
 _LOOKED_AT: Final = 64  # peers, to name some of them
 _FRESH: Final = 60.0  # seconds for which it is not looked up again where a peer is
-_ADDRESS_LIFETIME: Final = 9000  # seconds that the peerstore knows where a peer is
 
 
 @dataclass
@@ -79,7 +77,7 @@ class RoutingTable:
     def learn(self, peer_id: str, addrs: Sequence[Multiaddr]) -> None:
         """Adds a peer, which is said to be at these addresses."""
         if addrs:
-            self._peerstore.add_addrs(ID.from_string(peer_id), addrs, _ADDRESS_LIFETIME)
+            self._peerstore.add_addrs(ID.from_string(peer_id), addrs, int(LIFETIME))
         self.add(peer_id)
 
     def add(self, peer_id: str) -> None:
@@ -97,7 +95,7 @@ class RoutingTable:
             bucket.pop(peer_id, None)
             return
         bucket[peer_id] = peer
-        if len(bucket) > BUCKET_SIZE:
+        if len(bucket) > K:
             connected = frozenset(filter(self._host.is_connected, bucket))
             del bucket[superfluous(list(bucket.values()), connected).contact.peer_id]
 
@@ -127,7 +125,7 @@ class RoutingTable:
         """A peer does not answer."""
         self._bucket(peer_id).pop(peer_id, None)
 
-    def nearest(self, key: bytes, count: int = NAMED) -> list[KnownPeer]:
+    def nearest(self, key: bytes, count: int = K) -> list[KnownPeer]:
         """The peers nearest to a key: ids near a key are free, so not too many of one address."""
         known = {peer_id: peer for bucket in self._buckets.values() for peer_id, peer in bucket.items()}
         near = heapq.nsmallest(max(count, _LOOKED_AT), known, key=lambda peer_id: distance(peer_id, key))

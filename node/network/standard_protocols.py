@@ -22,6 +22,8 @@ from libp2p.peer.peerstore import PeerStoreError
 from ...protocols.delimited import DelimitedStream
 from ...protocols.nat_traversal import IDENTIFY, TRAVERSAL
 from .shares import Rates
+from .transport.address_book import MAX_ADDRS
+from .transport.limits import LIMITS
 from .transport.stream_bytes import Connection, StreamBytes
 
 log = logging.getLogger(__name__)
@@ -32,11 +34,8 @@ PINGS: Final = (20.0, 100.0)
 """Of a peer, per second and at once; those beyond that are answered later."""
 PUSHES: Final = (0.5, 16.0)
 """Of a peer, per second and at once; those beyond that are not read."""
-PATIENCE: Final = 10.0
-"""Seconds for a ping to come on an open stream, for its answer to be read, and for a push."""
 _PING_BYTES: Final = 32
 _MAX_IDENTIFIED: Final = 256  # bytes of an address, a protocol's name and a key that a peer says of itself
-_MAX_IDENTIFIED_ADDRS: Final = 32
 _MAX_IDENTIFIED_PROTOCOLS: Final = 128
 
 Handler = Callable[[StreamBytes, str], Awaitable[None]]
@@ -44,7 +43,7 @@ Handler = Callable[[StreamBytes, str], Awaitable[None]]
 
 async def keep_identified(peerstore: IPeerStore, peer_id: ID, message: Identify) -> None:
     """As libp2p's own, which keeps up to 1 MiB of each key that has ever connected or pushed."""
-    small = [addr for addr in message.listen_addrs if len(addr) <= _MAX_IDENTIFIED][:_MAX_IDENTIFIED_ADDRS]
+    small = [addr for addr in message.listen_addrs if len(addr) <= _MAX_IDENTIFIED][:MAX_ADDRS]
     known = [name for name in message.protocols if len(name) <= _MAX_IDENTIFIED][:_MAX_IDENTIFIED_PROTOCOLS]
     kept = Identify(listen_addrs=small, protocols=known)
     if len(message.public_key) <= _MAX_IDENTIFIED:
@@ -62,7 +61,7 @@ def speaks(peerstore: IPeerStore, peer_id: str, protocol: str) -> bool:
 async def identify(connection: Connection, peerstore: IPeerStore, peer_id: ID) -> bool:
     """Asks a peer who it is, and keeps what it says; whether that came."""
     try:
-        with trio.fail_after(PATIENCE):
+        with trio.fail_after(LIMITS.patience):
             raw = await connection.open_stream(IDENTIFY)
     except (ConnectionError, trio.TooSlowError) as error:
         log.debug("%s cannot be asked who it is: %r", peer_id, error)
@@ -74,7 +73,7 @@ async def take_identified(raw: StreamBytes, peerstore: IPeerStore, peer_id: ID) 
     """Keeps what the peer says of itself on the stream, and ends that; whether it came, in bounds and in time."""
     stream = DelimitedStream(raw, str(peer_id), max_message=TRAVERSAL.identify_max_message)
     try:
-        await keep_identified(peerstore, peer_id, await stream.receive(Identify, timeout=PATIENCE))
+        await keep_identified(peerstore, peer_id, await stream.receive(Identify, timeout=LIMITS.patience))
         await raw.close()
         return True
     except Exception as error:  # whatever libp2p makes of a stranger's bytes
@@ -95,7 +94,7 @@ async def _answer_pings(rates: Rates, raw: StreamBytes, peer_id: str) -> None:
     ping = b""
     try:
         while True:
-            with trio.fail_after(PATIENCE):
+            with trio.fail_after(LIMITS.patience):
                 while len(ping) < _PING_BYTES:
                     part = await raw.read(_PING_BYTES - len(ping))
                     if not part:
@@ -103,7 +102,7 @@ async def _answer_pings(rates: Rates, raw: StreamBytes, peer_id: str) -> None:
                         return
                     ping += part
             await rates.wait(peer_id, 1)
-            with trio.fail_after(PATIENCE):
+            with trio.fail_after(LIMITS.patience):
                 await raw.write(ping)
             ping = b""
     except (OSError, trio.TooSlowError) as error:

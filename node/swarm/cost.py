@@ -43,6 +43,9 @@ class CostAssumptions:
     chunk_seconds: float = 0.003
     """What a step of a prompt takes at each server beside computing and the way, and the client for each server: as
     `handling_seconds`, with more bytes to hash, encrypt and copy."""
+    used_seconds: float = 30.0  # by which a server of one chain of a batch is dearer for the next one
+    behind: float = 20.0
+    """Times the best chain's time for which a chain is left out: its micro-batch would hold up all the others."""
 
 
 COST: Final = CostAssumptions()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -24,8 +25,7 @@ async def test_endless_router_questions_take_one_thread(monkeypatch: pytest.Monk
             return 0
 
     monkeypatch.setitem(sys.modules, "miniupnpc", SimpleNamespace(UPnP=Router))
-    monkeypatch.setattr(upnp, "_DEADLINE", 0.02)
-    monkeypatch.setattr(upnp, "_RETRY", (0.01, 0.01))
+    monkeypatch.setattr(upnp, "UPNP", replace(upnp.UPNP, deadline=0.02, retry=(0.01, 0.01)))
     try:
         with trio.move_on_after(0.5):
             await Upnp().run(4000)

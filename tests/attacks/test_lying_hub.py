@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -43,7 +44,7 @@ def serve() -> Iterator[Callable[[bytes], Server]]:
 @pytest.fixture(autouse=True)
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(ranges, "_ATTEMPTS", 1)
+    monkeypatch.setattr(ranges, "DOWNLOADS", replace(ranges.DOWNLOADS, attempts=1))
 
 
 def endless(asked: BaseHTTPRequestHandler, first: int, last: int, data: bytes) -> None:
@@ -145,7 +146,7 @@ def a_few(asked: BaseHTTPRequestHandler, first: int, last: int, data: bytes) -> 
 def test_what_may_pass_is_retried_with_growing_pauses(
     answer: Answer, requests: int, located: int, serve: Callable[[bytes], Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranges, "_ATTEMPTS", 4)
+    monkeypatch.setattr(ranges, "DOWNLOADS", replace(ranges.DOWNLOADS, attempts=4))
     server, stop = serve(bytes(range(100))), Patient()
     server.answer = answer
     with pytest.raises((OSError, HTTPException)):
@@ -154,7 +155,7 @@ def test_what_may_pass_is_retried_with_growing_pauses(
 
 
 def test_who_gets_further_each_time_gets_all(serve: Callable[[bytes], Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranges, "_ATTEMPTS", 2)
+    monkeypatch.setattr(ranges, "DOWNLOADS", replace(ranges.DOWNLOADS, attempts=2))
     server, stop = serve(bytes(range(100))), Patient()
     answers = iter([a_few, gone, *[a_few] * 9, honest])
     server.answer = lambda *asked: next(answers)(*asked)
@@ -167,7 +168,7 @@ def test_who_gets_further_each_time_gets_all(serve: Callable[[bytes], Server], m
 
 
 def test_full_disk_and_a_stop_end_it(serve: Callable[[bytes], Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranges, "_ATTEMPTS", 4)
+    monkeypatch.setattr(ranges, "DOWNLOADS", replace(ranges.DOWNLOADS, attempts=4))
     server, stop = serve(bytes(1 << 20)), threading.Event()
 
     def full() -> None:
@@ -190,14 +191,14 @@ def test_one_that_fails_ends_the_others() -> None:
 
     def work(item: int, stop: threading.Event) -> None:
         done.append(item)
-        if item == ranges.AT_ONCE - 1:
+        if item == ranges.DOWNLOADS.at_once - 1:
             raise ValueError(item)
         if item >= 0:
             assert stop.wait(60)
 
-    with pytest.raises(ValueError, match=str(ranges.AT_ONCE - 1)):
+    with pytest.raises(ValueError, match=str(ranges.DOWNLOADS.at_once - 1)):
         ranges.in_threads(work, range(100))
-    assert sorted(done) == list(range(ranges.AT_ONCE))
+    assert sorted(done) == list(range(ranges.DOWNLOADS.at_once))
     done.clear()
     ranges.in_threads(work, range(-100, 0))
     assert sorted(done) == list(range(-100, 0))

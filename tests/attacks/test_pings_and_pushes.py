@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import trio
@@ -118,7 +119,7 @@ async def test_answer_to_identify_is_read_within_bounds(answer: str) -> None:
 
 
 async def test_silent_answer_to_identify_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standard_protocols, "PATIENCE", 0.05)
+    monkeypatch.setattr(standard_protocols, "LIMITS", replace(standard_protocols.LIMITS, patience=0.05))
     async with host(LOOPBACK) as victim, knowing(victim) as attacker:
         ended = trio.Event()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from petalnode.node.network.host import Host
@@ -32,7 +34,7 @@ async def test_peer_that_was_asked_for_nothing_brings_nobody() -> None:
 
 
 async def test_silent_circuits_of_one_address_leave_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(circuits, "_MAX_PENDING", 8)
+    monkeypatch.setattr(circuits, "NAT", replace(circuits.NAT, max_pending=8))
     async with host_here(listens=True) as target, host_here() as stranger:
         stranger.remember(target.peer_id, target.addrs())
         silent = [await stranger.open_stream(target.peer_id, STOP) for _ in range(4)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
 import trio
@@ -116,7 +117,7 @@ async def test_headers_without_end_are_bounded() -> None:
 
 
 async def test_silent_handshakes_have_places_and_deadline_of_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_HANDSHAKES", 2.0)
+    monkeypatch.setattr(connections, "LIMITS", replace(connections.LIMITS, patience=2.0))
     async with host(WS) as server:
         async with (
             stranger(server, upgraded=False) as one,

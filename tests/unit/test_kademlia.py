@@ -32,7 +32,7 @@ from petalnode.node.network.kad_store import (
     server_key,
 )
 from petalnode.node.network.provider_lookup import Contact, distance
-from petalnode.node.network.routing_table import BUCKET_SIZE, KnownPeer, RoutingTable, superfluous
+from petalnode.node.network.routing_table import K, KnownPeer, RoutingTable, superfluous
 from petalnode.node.network.shares import AddressShares, Rates
 from petalnode.protocols.announcement import BadAnnouncement, SignedAnnouncement
 from petalnode.protocols.framing import varint
@@ -348,25 +348,25 @@ async def test_located_kademlia_peers_are_named() -> None:
 
 @pytest.mark.virtual_time
 async def test_a_full_bucket_is_shared_by_addresses() -> None:
-    peers = in_first_bucket(3 * BUCKET_SIZE)
+    peers = in_first_bucket(3 * K)
     honest, false = peers[:5], peers[5:]
     async with a_table() as (host, table):
         for peer_id in false:
             host.at[peer_id] = "11.66.0.1"
             table.learn(peer_id, addr("11.66.0.1"))
             await trio.sleep(1)
-        assert len(table) == BUCKET_SIZE
+        assert len(table) == K
         for number, peer_id in enumerate(honest):
             table.learn(peer_id, addr(f"11.0.0.{number}"))
         for peer_id in false:
             table.add(peer_id)
         named = {peer.contact.peer_id for peer in table.nearest(b"k")}
-        assert len(table) == BUCKET_SIZE and set(honest) <= named
+        assert len(table) == K and set(honest) <= named
 
 
 @pytest.mark.virtual_time
 async def test_newest_at_an_address_goes_whenever_heard() -> None:
-    peers = in_first_bucket(BUCKET_SIZE + 1)
+    peers = in_first_bucket(K + 1)
     async with a_table() as (host, table):
         host.at = {peer_id: f"11.0.0.{max(number, 1)}" for number, peer_id in enumerate(peers)}
         for peer_id in peers[:-1]:

@@ -32,7 +32,6 @@ from petalnode.node.monitoring.metrics import (
     ServerMetrics,
     VerdictMetrics,
 )
-from petalnode.node.network.transport.bandwidth import OTHER_PROTOCOLS, Traffic
 from petalnode.node.server.tallies import Distribution, ServerTallies, Serving
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
@@ -246,15 +245,6 @@ async def test_bytes_count_for_protocol_that_was_agreed_on() -> None:
         assert stream.write_nowait(b"z" * 30)
         counts = {name: (count.received, count.sent) for name, count in ours.traffic.by_protocol.items()}
         assert counts == {"negotiation": (5, 0), "/a/1": (100, 70_030)}
-
-
-def test_names_of_protocols_are_bounded() -> None:
-    traffic = Traffic()
-    for number in range(1000):
-        traffic.of(f"/made/up/{number}").sent += 1
-    assert len(traffic.by_protocol) <= 65
-    assert sum(count.sent for count in traffic.by_protocol.values()) == 1000
-    assert traffic.by_protocol[OTHER_PROTOCOLS].sent > 900
 
 
 # --- the event loop

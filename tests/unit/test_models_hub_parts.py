@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -249,7 +250,7 @@ def test_damaged_folder_and_full_disk_are_said_first(
 def test_disk_that_loses_writes_makes_no_part(
     small: Path, serve: Callable[[bytes], Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranges, "AT_ONCE", 1)
+    monkeypatch.setattr(ranges, "DOWNLOADS", replace(ranges.DOWNLOADS, at_once=1))
     monkeypatch.setattr(hub_parts, "PIECE_BYTES", 20_000)
     server = serve((small / "model.safetensors").read_bytes())
     parts = created("org/tiny", COMMIT, small, server)

@@ -135,7 +135,7 @@ async def test_what_the_socket_refuses_goes_later() -> None:
 async def test_what_the_other_end_never_reads_is_bounded() -> None:
     """Answers to pings and the like do not wait for room."""
     session, _ = noise_session(MemoryRaw(room=0))
-    for _ in range(noise.OUT_HARD_LIMIT // MIB):
+    for _ in range(noise.LIMITS.most_unsent // MIB):
         session.put(bytes(MIB))
     with pytest.raises(ConnectionAbortedError):
         session.put(b"x")
@@ -148,7 +148,7 @@ async def test_a_socket_that_takes_nothing_ends_the_connection() -> None:
     begun = trio.current_time()
     with pytest.raises(ConnectionAbortedError):
         await session.pump()
-    assert trio.current_time() - begun == pytest.approx(noise.STALL_LIMIT)
+    assert trio.current_time() - begun == pytest.approx(noise.LIMITS.stall)
     await session.close()
     with pytest.raises(ConnectionResetError):
         session.put(b"x")

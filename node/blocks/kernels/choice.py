@@ -23,7 +23,7 @@ from ..quantisation.matrix import QuantisedLinear, QuantisedMatrix
 from ..quantisation.slots import QuantisedExperts
 from ..stack import BlockStack
 from .library import NOT_HERE, Library, Unsuitable, library, usable_threads
-from .packing import WORK, TiledLinear, quicker
+from .packing import WORK, WORTH, TiledLinear, quicker
 from .rotary import exact_frequencies
 from .step import SpanStep
 from .tiles import LANES, MOST_ROWS, StoredMatrix
@@ -41,7 +41,6 @@ ragged step. Over many blocks such differences grow to that of the roundings the
 # Largest relative rms difference between a ragged step and separate ones. Kernels differ in the last bits; a
 # wrong mask or position differs by tens of percent.
 _RAGGED_TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-_WORTH: Final = 0.95  # of the time that torch needs: less is noise
 _SAMPLE_BYTES: Final = 128 << 20
 _MANY: Final = 8
 """Sessions in a step that counts as much as one of a single session. Float32 weights come from memory as quickly for
@@ -153,7 +152,7 @@ def find_step(span: Decoder, config: Any, found: Library, known: Known, *, alway
         span.step = None
         torchs = best_time(work)
         _log.debug("steps of 1 and %d rows take %.2g s by the compiled kernels, %.2g s by torch", _MANY, own, torchs)
-        return step if own <= _WORTH * torchs else None
+        return step if own <= WORTH * torchs else None
     finally:
         span.step = None
 
@@ -247,7 +246,7 @@ def _choose_threads(step: SpanStep, span: Decoder, sessions: Sequence[tuple[torc
         return
     alone = best_time(lambda: _decode(span, sessions))
     step.threads = most
-    if not best_time(lambda: _decode(span, sessions)) <= _WORTH * alone:
+    if not best_time(lambda: _decode(span, sessions)) <= WORTH * alone:
         step.threads = 1
 
 

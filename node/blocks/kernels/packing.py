@@ -59,7 +59,7 @@ WORK: Final = {1: 64, 8: 8, PREFILL_ROWS: 1}
 """By rows, how many products make up what is compared: a prompt, 64 steps alone, 8 of eight sessions together."""
 _OF_A_HEAD: Final = {1: 1}
 _SAMPLE_BYTES: Final = 32 << 20  # of float32 weights: more than the processor's cache holds
-_WORTH: Final = 0.95  # of the time that torch needs: less is noise
+WORTH: Final = 0.95  # of the time that torch needs: less is noise
 _LAYOUT: Final = 1
 """Of the tiles in files of the cache: goes up when a form changes."""
 _STORED_WORTH: Final = 1.25
@@ -288,7 +288,7 @@ def quicker(matrices: Sequence[TiledMatrix], work: Mapping[int, int] = WORK) -> 
     """Whether the kernels are quicker on this machine than torch (or numpy) with float32 weights of this shape; with
     weights of 16 bits, whether they are not much slower.
     """
-    worth = _STORED_WORTH if FORMS[matrices[0].form].bits == 16 else _WORTH
+    worth = _STORED_WORTH if FORMS[matrices[0].form].bits == 16 else WORTH
     out, into = matrices[0].shape
     count = min(len(matrices), max(1, _SAMPLE_BYTES // (4 * out * into)))
     plain = [torch.rand(out, into) for _ in range(count)]
@@ -446,4 +446,4 @@ def tiled_kinds(
         usual = Int8Matrix if quantisation == "int8" else nf4_kind(shape, weight.device)
         own += count * work_seconds(shape[1], WORK, [tiled.product])
         others += count * work_seconds(shape[1], WORK, [usual.quantise(weight).product])
-    return {quantisation: kind} if own <= _WORTH * others else {}
+    return {quantisation: kind} if own <= WORTH * others else {}

@@ -20,11 +20,6 @@ PER_STAGE: Final = 4
 """Micro-batches for each server that works on a batch: with fewer, they wait for the first and the last too long."""
 LEAST_TOKENS: Final = 256
 """Of a micro-batch: matrix products with fewer rows use a processor badly."""
-_USED_SECONDS: Final = 30.0
-"""By which a server that is in a chain already is dearer for the next one."""
-_BEHIND: Final = 20.0
-"""A chain that takes this multiple of the best one's time is left out: its one micro-batch would hold up all the
-others."""
 
 Chain = tuple[Hop, ...]
 
@@ -54,7 +49,7 @@ def choose_chains(
     demand = Demand(max_length=length, tokens=tokens, token_bytes=token_bytes)
     while len(chains) < MAX_CHAINS:
         dearer = [
-            replace(server, penalty_seconds=server.penalty_seconds + _USED_SECONDS * (server.peer_id in used))
+            replace(server, penalty_seconds=server.penalty_seconds + COST.used_seconds * (server.peer_id in used))
             for server in candidates
         ]
         chain = cheapest_chain(dearer, wanted, demand, model_name)
@@ -109,7 +104,7 @@ def apportion(count: int, chains: Sequence[Sequence[Stage]]) -> list[int]:
     Chains may share servers; a server does one micro-batch at a time.
     """
     alone = [_done(stages, {}) for stages in chains]
-    usable = [number for number, seconds in enumerate(alone) if seconds <= _BEHIND * min(alone)]
+    usable = [number for number, seconds in enumerate(alone) if seconds <= COST.behind * min(alone)]
     free: dict[str, float] = {}
     chosen = []
     for _ in range(count):

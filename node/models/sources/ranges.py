@@ -22,16 +22,23 @@ from ..progress import Progress
 
 T = TypeVar("T")
 
-AT_ONCE: Final = 8
 PIECE_BYTES: Final = 16 << 20
 _READ: Final = 1 << 18
-_TIMEOUT: Final = 30.0
-"""Seconds for a connection, and for silence on it."""
-_ATTEMPTS: Final = 4  # in a row that bring nothing
-_PIECE_SECONDS: Final = 1800.0
-"""For a piece, tries included: 9 KB a second. Each read has a deadline of its own beside."""
 _MOVED: Final = (401, 403, 410)
 """What a signed address that is too old answers."""
+
+
+@dataclass(frozen=True)
+class DownloadPolicy:
+    """How many connections there are to a hub, and how long they are waited for."""
+
+    at_once: int = 8
+    timeout: float = 30.0  # seconds for a connection, and for silence on it
+    attempts: int = 4  # in a row that bring nothing
+    piece: float = 1800.0  # seconds for a piece, tries included: 9 KB a second. Each read has its own deadline beside
+
+
+DOWNLOADS: Final = DownloadPolicy()
 
 
 class NoRanges(ModelError):
@@ -73,7 +80,7 @@ class RangedFile:
                 progress(f"Downloading {self.name}", done, self.nbytes)
 
     def stream(
-        self, start: int, end: int, stop: threading.Event | None = None, *, seconds: float = _PIECE_SECONDS
+        self, start: int, end: int, stop: threading.Event | None = None, *, seconds: float = DOWNLOADS.piece
     ) -> Iterator[bytes]:
         """These bytes, a few at a time and in order, within `seconds`; ends early when `stop` is set.
 
@@ -97,7 +104,7 @@ class RangedFile:
                 self._check(error)
                 problem = error
             failures = 0 if place > before else failures + 1
-            if failures >= _ATTEMPTS or time.monotonic() > deadline:
+            if failures >= DOWNLOADS.attempts or time.monotonic() > deadline:
                 raise problem
             stop.wait(2.0 ** (failures - 1) if failures else 0)
 
@@ -110,7 +117,7 @@ class RangedFile:
                 if stop.is_set():
                     return
                 if time.monotonic() > deadline:
-                    raise ModelError(f"{self.name} comes too slowly: {_PIECE_SECONDS:.0f} s were not enough")
+                    raise ModelError(f"{self.name} comes too slowly: {DOWNLOADS.piece:.0f} s were not enough")
 
     def _open(self, start: int, end: int) -> Any:
         with self._lock:
@@ -172,7 +179,7 @@ def open_url(url: str, headers: Mapping[str, str]) -> Any:
     request = urllib.request.Request(address)
     for name, value in sent.items():
         request.add_unredirected_header(name, value)  # a login is for this host, not for where it points to
-    return urllib.request.urlopen(request, timeout=_TIMEOUT, context=context)
+    return urllib.request.urlopen(request, timeout=DOWNLOADS.timeout, context=context)
 
 
 def in_threads(work: Callable[[T, threading.Event], None], items: Sequence[T]) -> None:
@@ -195,7 +202,7 @@ def in_threads(work: Callable[[T, threading.Event], None], items: Sequence[T]) -
                 failed.append(error)
                 stop.set()
 
-    threads = [threading.Thread(target=run, daemon=True) for _ in range(min(AT_ONCE, len(items)))]
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(min(DOWNLOADS.at_once, len(items)))]
     try:
         for thread in threads:
             thread.start()

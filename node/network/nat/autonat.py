@@ -34,6 +34,7 @@ from ..host import Host
 from ..transport.stream_bytes import StreamBytes
 from .dial_back import DIALS
 from .reachability import (
+    NAT,
     DialBack,
     IpVerdict,
     LocalEndpoints,
@@ -49,12 +50,7 @@ from .reachability import (
 
 log = logging.getLogger(__name__)
 
-_LOOK_AROUND: Final = 1.0  # seconds between two looks at the own interfaces
-_BREATH: Final = 0.2  # seconds between two looks for peers to ask, when many come at once
 _EVERYWHERE: Final = (Multiaddr("/ip4/0.0.0.0/tcp/1"), Multiaddr("/ip6/::/tcp/1"))
-_IDENTIFY: Final = 5.0  # seconds
-_SETTLING: Final = 20.0  # seconds for the answers after a change
-_MAX_KEPT: Final = 64  # peers whose observation is kept
 
 
 async def identified(host: Host, peer_id: str, *, timeout: float, direct: bool = True) -> Identified:
@@ -158,7 +154,7 @@ class ObservedAddresses:
     def ask_again(self) -> None:
         """Forgets what was said: something has changed since."""
         self._generation += 1
-        self.settling_until = trio.current_time() + _SETTLING
+        self.settling_until = trio.current_time() + NAT.settling
         self._observations.clear()
         self._asked.clear()
         self.wake()
@@ -168,19 +164,19 @@ class ObservedAddresses:
         self._news.set()
 
     async def run(self) -> None:
-        looked = -_LOOK_AROUND
+        looked = -NAT.look_around
         async with trio.open_nursery() as nursery:
             while True:
                 self._news = trio.Event()
                 now = trio.current_time()
-                if now - looked >= _LOOK_AROUND:
+                if now - looked >= NAT.look_around:
                     looked = now
                     await self._look_around()
                 for peer_id in whom_to_ask(self._observers(), self._observations, self._asked, self.local, now):
                     self._asked[peer_id] = now
                     nursery.start_soon(self._ask, peer_id)
-                await trio.sleep_until(now + _BREATH)
-                with trio.move_on_at(looked + _LOOK_AROUND):
+                await trio.sleep_until(now + NAT.breath)
+                with trio.move_on_at(looked + NAT.look_around):
                     await self._news.wait()
 
     async def _look_around(self) -> None:
@@ -207,7 +203,7 @@ class ObservedAddresses:
             observer = ends[0] if ends else None
             if observer is None:
                 return
-            said = await identified(self._host, peer_id, timeout=_IDENTIFY)
+            said = await identified(self._host, peer_id, timeout=NAT.identify)
             seen = Endpoint.of_socket(said.observed or "")
             # Already this can prove a NAT; that the dial-back fails may take seconds more.
             self._keep(
@@ -240,7 +236,7 @@ class ObservedAddresses:
     def _note_unanswered(self, peer_id: str) -> None:
         failures = self._unanswered.pop(peer_id, 0) + 1
         self._unanswered[peer_id] = failures
-        while len(self._unanswered) > _MAX_KEPT:
+        while len(self._unanswered) > NAT.max_kept:
             del self._unanswered[next(iter(self._unanswered))]
         self._asked[peer_id] = counts_as_asked(trio.current_time(), failures)
 
@@ -250,7 +246,7 @@ class ObservedAddresses:
         if generation == self._generation and not (says_more and observation.dial_back is DialBack.NOT_TRIED):
             self._observations.pop(observation.observer, None)
             self._observations[observation.observer] = observation
-            while len(self._observations) > _MAX_KEPT:
+            while len(self._observations) > NAT.max_kept:
                 del self._observations[next(iter(self._observations))]
             self._node.update()
 

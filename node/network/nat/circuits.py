@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Final
 
 import trio
 from multiaddr import Multiaddr
@@ -24,15 +23,9 @@ from ..addresses import circuit_address, dialable_among, is_circuit
 from ..host import Host
 from ..shares import ShareCount
 from ..transport.stream_bytes import StreamBytes
+from .reachability import NAT
 
 log = logging.getLogger(__name__)
-
-_ASKING: Final = 4.0  # seconds for a relay's answer to a reservation
-_CONNECTING: Final = 8.0  # seconds for its answer to a connection, for which it has to ask the peer
-_STOPPING: Final = 4.0  # seconds for what a relay says when it brings a peer
-_HANDSHAKES: Final = 8.0  # seconds for agreeing on the connection inside a circuit
-_MAX_PENDING: Final = 128  # peers that relays bring us, not yet done with that; of one address, half
-_LEAST_PENDING: Final = 2  # of an address
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,7 @@ class Circuits:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._pending = ShareCount(_MAX_PENDING, _LEAST_PENDING)
+        self._pending = ShareCount(NAT.max_pending)
         self._asked: set[str] = set()  # relays that were asked for a reservation: no other has a peer to bring
         host.on_lost(self._asked.discard)
         host.set_circuit_dialer(self.open)
@@ -67,7 +60,7 @@ class Circuits:
         raw = await self._host.open_stream(relay_id, HOP, direct=True)
         self._asked.add(relay_id)
         async with DelimitedStream(raw, relay_id) as stream:
-            terms = await ask_reservation(stream, timeout=_ASKING)
+            terms = await ask_reservation(stream, timeout=NAT.answer)
         addrs = [Multiaddr(raw.path.remote_addr)] if raw.path.remote_addr and not raw.path.inbound else []
         addrs += [addr for addr in dialable_among(terms.addrs) if not is_circuit(addr)]
         circuits = dict.fromkeys(circuit_address(addr, relay_id) for addr in addrs)
@@ -86,7 +79,7 @@ class Circuits:
             raise ConnectionError(f"the relay cannot be reached: {error}") from None
         stream = DelimitedStream(raw, relay_id)
         try:
-            await ask_connection(stream, target, timeout=_CONNECTING)
+            await ask_connection(stream, target, timeout=NAT.by_relay)
         except PeerError as error:
             await stream.reset()
             raise ConnectionError(f"the relay: {error}") from None
@@ -101,7 +94,7 @@ class Circuits:
         Raises:
             ConnectionError: with the reason.
         """
-        with trio.move_on_after(_CONNECTING + _HANDSHAKES):
+        with trio.move_on_after(2 * NAT.by_relay):
             raw = await self.open(relay_id, target)
             await self._host.adopt(
                 raw, peer_id=target, initiator=True, relay=relay_id, addr=_circuit_text(raw, relay_id)
@@ -125,14 +118,14 @@ class Circuits:
 
     async def _take(self, raw: StreamBytes, relay_id: str) -> None:
         stream = DelimitedStream(raw, relay_id)
-        source = await receive_stop(stream, timeout=_STOPPING)
+        source = await receive_stop(stream, timeout=NAT.answer)
         admitted = raw.path.direct and relay_id in self._asked and source != self._host.peer_id
-        await answer_stop(stream, pb.OK if admitted else pb.PERMISSION_DENIED, timeout=_STOPPING)
+        await answer_stop(stream, pb.OK if admitted else pb.PERMISSION_DENIED, timeout=NAT.answer)
         if not admitted:
             await stream.close()
             return
         raw.widen()
-        with trio.move_on_after(_HANDSHAKES):
+        with trio.move_on_after(NAT.by_relay):
             addr = _circuit_text(raw, relay_id)
             await self._host.adopt(raw, peer_id=source, initiator=False, relay=relay_id, addr=addr)
             raw.grant()  # not before: the handshake is work for the relay's address

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Protocol
 
 import trio
 from multiaddr import Multiaddr
@@ -31,6 +31,7 @@ from .circuits import Circuits
 from .dial_back import DialBackService
 from .hole_punching import HolePuncher
 from .reachability import (
+    NAT,
     LocalEndpoints,
     NatStatus,
     Reachability,
@@ -47,22 +48,6 @@ from .reservations import Reservations
 from .upnp import Upnp
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class NatPolicy:
-    """Whom a node asks to be reachable, and how often."""
-
-    wanted: int = 2  # reservations
-    max_observers: int = 64  # peers to choose from whom to ask about ourselves
-    ask_nodes: int = 4  # peers asked side by side whether they relay
-    ask_pause: float = 5.0  # seconds between two rounds of that
-    ask_again: float = 15.0  # seconds after which a peer is asked again
-    answer: float = 4.0  # seconds
-    offer_lasts: float = 600.0  # seconds
-
-
-NAT: Final = NatPolicy()
 
 
 class ServerDirectory(Protocol):
@@ -177,7 +162,7 @@ class NatManager:
         """Whom to ask, in the order of our trust. Our NAT lets those in to whom we punched, which says nothing."""
         first = dict.fromkeys(parse_peer(peer)[0] for peer in self._config.peers)
         peers = [peer for peer in self._host.connected() if peer not in self._hole_puncher.punched]
-        return sorted(peers, key=lambda peer: peer not in first)[: NAT.max_observers]
+        return sorted(peers, key=lambda peer: peer not in first)[: NAT.max_kept]
 
     def autonat_of(self, peer_id: str, protocols: Sequence[str]) -> str | None:
         """Nodes of petalnode are asked by the first version, others by the second, which proves more, if they have it.

@@ -11,17 +11,38 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from ipaddress import IPv4Network, IPv6Network
+from math import inf
 from typing import Final, Literal, Protocol, get_args
 
 from ..addresses import Endpoint, IPAddress
 from ..shares import backoff, origin_of_ip
 
-_OBSERVERS: Final = 3  # peers of one family to ask
-_REFRESH: Final = 600.0  # seconds after which a peer is asked again
-_RETRY: Final = 30.0  # seconds after which one is asked again that could not say anything
-_FIRST_RETRY: Final = 2.0  # seconds after which one is that did not answer at all; then in longer pauses
-_STALE: Final = 1500.0  # seconds after which what a peer said no longer counts
-_MAX_CANDIDATES: Final = 8  # addresses that one peer is asked to dial
+
+@dataclass(frozen=True)
+class NatPolicy:
+    """Whom a node asks to be reachable, how often, and how long that counts. Times are in seconds."""
+
+    observers: int = 3  # peers of one family to ask how they see us
+    refresh: float = 600.0  # after which one is asked again
+    retry: float = 30.0  # after which one is asked again that could not say anything
+    first_retry: float = 2.0  # after which one is that did not answer at all; then in longer pauses
+    stale: float = 1500.0  # after which what a peer said no longer counts
+    identify: float = 5.0  # for what a peer says of itself
+    max_kept: int = 64  # peers whose observation is kept, and from whom observers are chosen
+    look_around: float = 1.0  # between two looks at the own interfaces
+    breath: float = 0.2  # between two looks for peers to ask, when many come at once
+    settling: float = 20.0  # for the answers after a change
+    wanted: int = 2  # reservations
+    ask_nodes: int = 4  # peers asked side by side whether they relay
+    ask_pause: float = 5.0  # between two rounds of that
+    ask_again: float = 15.0  # after which a peer is asked that again
+    offer_lasts: float = 600.0
+    answer: float = 4.0  # for what a relay, or who may be one, says itself
+    by_relay: float = 8.0  # for its answer to a connection, for which it has to ask the peer, and for handshakes there
+    max_pending: int = 128  # peers that relays bring us, not yet done with that; of one address, half
+
+
+NAT: Final = NatPolicy()
 
 
 @dataclass(frozen=True)
@@ -194,7 +215,7 @@ def judge(version: int, observations: Iterable[Observation], local: LocalEndpoin
 
 def counts(observation: Observation, now: float) -> bool:
     """Whether it is not too old."""
-    return now - observation.at < _STALE
+    return now - observation.at < NAT.stale
 
 
 def _status_of(said: Sequence[Observation], *, translated: bool) -> NatStatus:
@@ -226,7 +247,7 @@ def candidates(seen: Endpoint | None, local: LocalEndpoints, extra: Collection[E
     named = [endpoint for endpoint in (*extra, *local.listening) if endpoint.ip == seen.ip]
     guessed = [Endpoint(seen.ip, port) for port in local.ports(seen.ip.version)]
     mapped = [Endpoint(seen.ip, endpoint.port) for endpoint in extra if endpoint.ip.version == seen.ip.version]
-    return tuple(dict.fromkeys([*named, *guessed, *mapped]))[:_MAX_CANDIDATES]
+    return tuple(dict.fromkeys([*named, *guessed, *mapped]))
 
 
 @dataclass(frozen=True)
@@ -257,8 +278,8 @@ def whom_to_ask(
         family.sort(key=lambda observer: any(observer.ip in network for network in local.networks))
         silent = [observer for observer in family if not _says_something(observations.get(observer.peer_id), now)]
         views = {said.seen.ip for said in observations.values() if said.seen and said.seen.ip.version == version}
-        missing = _OBSERVERS * max(1, min(len(views), _OBSERVERS)) - (len(family) - len(silent))
-        due = [observer.peer_id for observer in silent if now - asked.get(observer.peer_id, -_RETRY) >= _RETRY]
+        missing = NAT.observers * max(1, min(len(views), NAT.observers)) - (len(family) - len(silent))
+        due = [observer.peer_id for observer in silent if now - asked.get(observer.peer_id, -inf) >= NAT.retry]
         ask += due[: max(missing, 0)]
     return tuple(ask)
 
@@ -266,13 +287,13 @@ def whom_to_ask(
 def counts_as_asked(now: float, failures: int) -> float:
     """When a peer counts as asked that has not answered now, for `failures` times in a row. A question that was lost on
     its way must not keep a node out of reach for long."""
-    return now - _RETRY + backoff(failures, _FIRST_RETRY, _RETRY)
+    return now - NAT.retry + backoff(failures, NAT.first_retry, NAT.retry)
 
 
 def _says_something(observation: Observation | None, now: float) -> bool:
     if observation is None or observation.dial_back is DialBack.NOT_TRIED:
         return False
-    return now - observation.at < (_RETRY if observation.doubtful else _REFRESH)
+    return now - observation.at < (NAT.retry if observation.doubtful else NAT.refresh)
 
 
 # --- what follows from the verdicts

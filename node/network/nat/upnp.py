@@ -17,14 +17,20 @@ from ..shares import backoff
 
 log = logging.getLogger(__name__)
 
-_DISCOVERY: Final = 2000  # milliseconds that routers have to answer
-_LEASE: Final = 3600  # seconds; some routers know only mappings without an end
-_RENEW: Final = _LEASE / 2
-_RETRY: Final = (15.0, 900.0)  # seconds after which a router is looked for again: at first, at most
-_DEADLINE: Final = 30.0  # seconds for all questions to the router
-_UNMAP: Final = 3.0
-_OTHER_PORTS: Final = 3  # tried if the router has given ours to somebody else
-_NAME: Final = "petalnode"
+
+@dataclass(frozen=True)
+class UpnpPolicy:
+    """How long routers are waited for, and what they are asked for."""
+
+    discovery: int = 2000  # milliseconds that routers have to answer
+    lease: int = 3600  # seconds, renewed after half of them; some routers know only mappings without an end
+    retry: tuple[float, float] = (15.0, 900.0)  # seconds after which a router is looked for again: at first, at most
+    deadline: float = 30.0  # seconds for all questions to the router
+    unmap: float = 3.0  # seconds, when the node ends
+    other_ports: int = 3  # tried if the router has given ours to somebody else
+
+
+UPNP: Final = UpnpPolicy()
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Mapping:
 def retry_pause(failures: int) -> float:
     """Seconds until the router is asked again after `failures` failures in a row. A question, or its answer, by
     multicast is lost now and then. Most routers that never answer have no UPnP."""
-    return backoff(failures, *_RETRY, factor=4.0)
+    return backoff(failures, *UPNP.retry, factor=4.0)
 
 
 class Upnp:
@@ -60,13 +66,13 @@ class Upnp:
             while True:
                 self._set(await self._ask_router(port))
                 failures = 0 if self.mapping else failures + 1
-                await trio.sleep(_RENEW if self.mapping else retry_pause(failures))
+                await trio.sleep(UPNP.lease / 2 if self.mapping else retry_pause(failures))
         finally:
             await self._unmap()
 
     async def _ask_router(self, port: int) -> Mapping | None:
         external_port = self.mapping.external.port if self.mapping else port
-        with trio.move_on_after(_DEADLINE):
+        with trio.move_on_after(UPNP.deadline):
             try:
                 return await trio.to_thread.run_sync(
                     _map, port, external_port, abandon_on_cancel=True, limiter=self._thread
@@ -77,7 +83,7 @@ class Upnp:
 
     async def _unmap(self) -> None:
         if self.mapping is not None:
-            with trio.CancelScope(deadline=trio.current_time() + _UNMAP, shield=True):
+            with trio.CancelScope(deadline=trio.current_time() + UPNP.unmap, shield=True):
                 await trio.to_thread.run_sync(_unmap, self.mapping, abandon_on_cancel=True, limiter=self._thread)
             self._set(None)
 
@@ -93,7 +99,7 @@ def _router() -> Any:
     import miniupnpc  # here, since most nodes never need it
 
     router = miniupnpc.UPnP()
-    router.discoverdelay = _DISCOVERY
+    router.discoverdelay = UPNP.discovery
     if router.discover() == 0:
         raise LookupError("no router answers")
     router.selectigd()
@@ -105,10 +111,10 @@ def _map(port: int, external_port: int) -> Mapping:
     router = _router()
     ip = plain_ip(router.externalipaddress())
     reason: Exception | None = None
-    for candidate in range(external_port, min(external_port + _OTHER_PORTS, 65536)):
-        for lease in (_LEASE, 0):
+    for candidate in range(external_port, min(external_port + UPNP.other_ports, 65536)):
+        for lease in (UPNP.lease, 0):
             try:
-                router.addportmapping(candidate, "TCP", router.lanaddr, port, _NAME, "", lease)
+                router.addportmapping(candidate, "TCP", router.lanaddr, port, "petalnode", "", lease)
                 return Mapping(Endpoint(ip, candidate), Endpoint(plain_ip(router.lanaddr), port))
             except Exception as error:
                 reason = error

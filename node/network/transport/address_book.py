@@ -25,9 +25,10 @@ from .dialing import DialBudget, DialContext, FailedAddress, Networks, is_permit
 from .raw_connection import Path
 
 MAX_PEERS: Final = 8192
-"""More than there can be connections, so that nobody who is connected is forgotten at once."""
+"""Whose addresses we remember: more than there can be connections, so that nobody who is connected is forgotten."""
 MAX_ADDRS: Final = 32  # of one peer
 MAX_RECORD: Final = 8192  # bytes of a signed peer record
+_MAX_GIVEN: Final = 1024  # addresses that a person gave, or at which neighbours were found
 
 _Value = TypeVar("_Value")
 
@@ -84,11 +85,6 @@ class BoundedPeerStore(PeerStore):
     def consume_peer_record(self, envelope: Envelope, ttl: int) -> bool:
         """As libp2p's; a record of more than `MAX_RECORD` bytes is refused."""
         return len(envelope.marshal_envelope()) <= MAX_RECORD and super().consume_peer_record(envelope, ttl)
-
-
-_MAX_PEERS: Final = 10_000  # whose addresses we remember
-_MAX_PROVEN: Final = 32  # of one peer
-_MAX_GIVEN: Final = 1024  # addresses that a person gave, or at which neighbours were found
 
 
 @dataclass
@@ -193,7 +189,7 @@ class AddressBook:
         """What is remembered of the peer; whoever was not looked up for the longest time is forgotten for it."""
         page = self._pages.pop(peer_id, None) or _Page()
         self._pages[peer_id] = page
-        while len(self._pages) > _MAX_PEERS:
+        while len(self._pages) > MAX_PEERS:
             del self._pages[next(iter(self._pages))]
         return page
 
@@ -231,5 +227,5 @@ class AddressBook:
         """The peer is at this address."""
         self._budget.give_back(str(peer_id), host_of(addr))
         proven = self._page(peer_id).proven
-        if ip_of(addr) is not None and not is_circuit(addr) and len(proven) < _MAX_PROVEN:
+        if ip_of(addr) is not None and not is_circuit(addr) and len(proven) < MAX_ADDRS:
             proven.add(addr)  # no name: it may lead elsewhere the next time

@@ -13,19 +13,30 @@ from ...errors import BadInput
 from ..shares import Line, TokenBucket, decayed
 
 _UNITS: Final = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_MIN_RATE: Final = 10_000
-"""Bytes per second; with less, the DHT requests and announcements of a node miss their deadlines."""
-_BURST: Final = 0.25
-"""Seconds' worth of bytes that may go at once after a pause; urgent ones may go as much ahead of their time."""
-_STARVING: Final = 0.25  # seconds for which urgent bytes may keep all others waiting
-_TURN: Final = 0.05  # seconds' worth that one turn should take, so that nobody waits long for the others
-_LEAST_TURN: Final = 4096  # bytes
-_MOST_TURN: Final = 256 * 1024
+
+
+@dataclass(frozen=True)
+class ThrottlePolicy:
+    """How those who share a limit take turns."""
+
+    least_rate: int = 10_000
+    """Bytes per second; with less, the DHT requests and announcements of a node miss their deadlines."""
+    burst: float = 0.25
+    """Seconds' worth of bytes that may go at once after a pause; urgent ones may go as much ahead of their time."""
+    starving: float = 0.25  # seconds for which urgent bytes may keep all others waiting
+    turn: float = 0.05  # seconds' worth that one turn should take, so that nobody waits long for the others
+    least_turn: int = 4096  # bytes
+    most_turn: int = 256 * 1024
+    quiet: int = 64 * 1024  # bytes lately, below which a connection need not wait for those that carry much
+    least_buffer: int = 64 * 1024  # bytes of a socket that is read in turns
+
+
+THROTTLING: Final = ThrottlePolicy()
 
 
 def turn_size(rate: float) -> int:
     """How many bytes should go at most in one turn."""
-    return int(min(max(rate * _TURN, _LEAST_TURN), _MOST_TURN))
+    return int(min(max(rate * THROTTLING.turn, THROTTLING.least_turn), THROTTLING.most_turn))
 
 
 class _TurnWaiter:
@@ -42,7 +53,7 @@ class Throttle:
     Those who wait are served in turns, one for each key; urgent ones before all others, as long as these get something.
     """
 
-    def __init__(self, rate: float, burst: float = _BURST) -> None:
+    def __init__(self, rate: float, burst: float = THROTTLING.burst) -> None:
         self.turn_size = turn_size(rate)
         self._ahead = rate * burst  # urgent ones may go so much ahead of their time
         self._burst = burst
@@ -104,7 +115,7 @@ class Throttle:
             following.is_next.set()
 
     def _others_starve(self) -> bool:
-        return bool(self._others) and trio.current_time() - self._others_served > _STARVING
+        return bool(self._others) and trio.current_time() - self._others_served > THROTTLING.starving
 
     def _delay(self, urgent: bool) -> float:
         """Seconds until something may go, however large: what is taken beyond the tokens, later turns wait out."""
@@ -122,8 +133,6 @@ class ByteCount:
 
 
 NEGOTIATION: Final = "negotiation"
-OTHER_PROTOCOLS: Final = "other"
-_MOST_PROTOCOLS: Final = 64
 
 
 class Traffic:
@@ -136,9 +145,7 @@ class Traffic:
         self.by_protocol: dict[str, ByteCount] = {}
 
     def of(self, protocol: str) -> ByteCount:
-        """The count of one protocol. Beyond 64 of them, whose names peers may have chosen, they share one."""
-        if protocol not in self.by_protocol and len(self.by_protocol) >= _MOST_PROTOCOLS:
-            protocol = OTHER_PROTOCOLS
+        """The count of one protocol: one that this node speaks, since no other is agreed on."""
         return self.by_protocol.setdefault(protocol, ByteCount())
 
 
@@ -189,6 +196,6 @@ def parse_rate(text: str | None, option: str) -> int | None:
     if unit.endswith("b"):
         raise BadInput(f"{option} {text}: a small b means bits; give bytes, such as 10MB")
     rate = int(float(found[1]) * _UNITS[(unit or "B").lower()])
-    if rate < _MIN_RATE:
-        raise BadInput(f"{option} {text}: a node needs {_MIN_RATE // 1000}kB per second at least")
+    if rate < THROTTLING.least_rate:
+        raise BadInput(f"{option} {text}: a node needs {THROTTLING.least_rate // 1000}kB per second at least")
     return rate

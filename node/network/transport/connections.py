@@ -35,7 +35,7 @@ from ....crypto.identity import Identity
 from ..addresses import circuit_of, ip_of, is_circuit, is_dialable, own_networks, transport_of, without_peer
 from .address_book import AddressBook, BoundedPeerStore
 from .bandwidth import Bandwidth
-from .dialing import DialAttempt, FailedAddress, failed, kept, one_per_relay, plan
+from .dialing import DIALING, DialAttempt, FailedAddress, failed, kept, one_per_relay, plan
 from .limits import LIMITS, WORK, NodeLimits, metered
 from .negotiation import OneAnswer, OneRoundTrip, question, reason_of
 from .noise import BufferedNoise
@@ -51,13 +51,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NEGOTIATION: Final = 10  # seconds
-_MAX_PER_PEER: Final = 8
-_DIAL_DEADLINE: Final = 5.0  # seconds for one address: TCP and about six round trips of handshakes
-_CIRCUIT_DEADLINE: Final = 10.0  # a relay has to be reached first, and has to reach the peer
-_HANDSHAKES: Final = 10.0  # seconds, of who connects to us
-_OVERTAKEN: Final = 0.25  # seconds that an address had before another one won, to count as one that does not work
-_MAX_RESOLVED: Final = 4  # addresses of one name
 _OFTEN: Final = "dialed too often in the last minute"
 _FOREIGN: Final = (
     "not dialed: an address of this machine, or of a private network that this node is not in; with --peer it is dialed"
@@ -79,7 +72,7 @@ class _MuxerNegotiation(MuxerMultistream):
     """Negotiates Yamux and makes ours of it; libp2p's makes its own `Yamux` whatever class it was given."""
 
     def __init__(self, owner: MuxerOwner) -> None:
-        super().__init__({YAMUX: Yamux}, NEGOTIATION)
+        super().__init__({YAMUX: Yamux})
         self._selector.multiselect = OneAnswer(self._selector.multiselect.handlers)
         self._owner = owner
 
@@ -141,9 +134,9 @@ class Network(Libp2pSwarm):
                 min_connections=0,
                 low_watermark=0,
                 high_watermark=LIMITS.connections,
-                max_connections_per_peer=_MAX_PER_PEER,
-                outbound_stream_protocol_negotiation_timeout=NEGOTIATION,
-                inbound_stream_protocol_negotiation_timeout=NEGOTIATION,
+                max_connections_per_peer=LIMITS.connections_of_peer,
+                outbound_stream_protocol_negotiation_timeout=LIMITS.patience,
+                inbound_stream_protocol_negotiation_timeout=LIMITS.patience,
             ),
         )
         self.auto_connector = _NoAutoConnector(self)
@@ -256,7 +249,7 @@ class Network(Libp2pSwarm):
         punching = self.punching.get(raw.path.remote_addr or "")
         raw.is_initiator = punching is not None
         try:
-            with trio.fail_after(_HANDSHAKES):
+            with trio.fail_after(LIMITS.patience):
                 await self.limits.work_turn(address)
                 self.limits.worked(address, WORK.handshake)
                 secured = await metered(self._secure_accepted(raw, punching, transport), self.limits, address)
@@ -378,12 +371,12 @@ class Network(Libp2pSwarm):
             return None
         now = trio.current_time()
         for addr, since in running.items():  # still trying when another one won
-            if now - since > _OVERTAKEN:
+            if now - since > DIALING.overtaken:
                 failing[addr] = failed(failing.get(addr), now)
         return winners[0]
 
     async def _dial(self, addr: Multiaddr, peer_id: ID) -> SwarmConn:
-        limit = _CIRCUIT_DEADLINE if is_circuit(addr) else _DIAL_DEADLINE
+        limit = DIALING.by_circuit if is_circuit(addr) else DIALING.directly
         with trio.move_on_after(limit):
             return await self.secure(await self._open_raw(addr, peer_id), peer_id)
         raise SwarmException(f"no answer within {limit:g} s")
@@ -404,7 +397,7 @@ class Network(Libp2pSwarm):
     async def _dial_name(self, addr: Multiaddr, peer_id: ID) -> IRawConnection:
         """Dials the addresses that a DNS name is resolved to now, which are judged as if they had been announced."""
         reason = "the name leads to no address"
-        for resolved in (await resolve_multiaddr_with_retry(addr) or [])[:_MAX_RESOLVED]:
+        for resolved in (await resolve_multiaddr_with_retry(addr) or [])[: DIALING.max_resolved]:
             bare = without_peer(resolved)
             if not is_dialable(bare) or ip_of(bare) is None or is_circuit(bare):
                 continue

@@ -23,8 +23,11 @@ Networks = Sequence[IPv4Network | IPv6Network]
 
 @dataclass(frozen=True)
 class DialPolicy:
-    """When which address is tried, and how many that never answered."""
+    """When which address is tried, for how long, and how many that never answered."""
 
+    directly: float = 5.0  # seconds for one address: TCP and about six round trips of handshakes
+    by_circuit: float = 10.0  # a relay has to be reached first, and has to reach the peer
+    overtaken: float = 0.25  # seconds that an address had before another one won, to count as one that does not work
     next_after: float = 0.15  # seconds until the next address of a peer is tried beside those before it
     circuits_after: float = 0.3  # seconds of a start that direct addresses have
     first_pause: float = 5.0  # seconds after one failure; each further one doubles it
@@ -32,6 +35,7 @@ class DialPolicy:
     half_life: float = 600.0  # seconds after which half of the failures are forgotten
     max_direct: int = 16  # addresses kept of one peer
     max_circuits: int = 8
+    max_resolved: int = 4  # addresses of one name
     minute: float = 60.0
     least_of_source: int = 48
     """A minute, for all peers of one source, as long as there are any. As many at most at addresses that one peer has

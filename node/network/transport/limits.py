@@ -23,12 +23,29 @@ class TransportLimits:
     """What peers may hold of a node, and send to it."""
 
     connections: int = 4096
+    connections_of_peer: int = 8
+    patience: float = 10.0
+    """Seconds for the handshake of who connects to us, for naming a stream's protocol, for a ping, and for identify."""
+    farewell: float = 1.0  # seconds for a refused peer to read what we sent before we close
     silence: float = 8.0  # seconds; keeps the mappings of NATs alive, too
+    silence_in_use: float = 1.0  # seconds, while streams are open
+    sign_of_life: float = 3.0  # seconds for the answer to who is asked for one after that silence
+    sign_behind_data: float = 10.0  # the same where our question may be stuck behind much data on a slow line
+    half_closed: float = 30.0  # seconds that a stream closed by us waits for the peer's close
+    unsent: int = 64 * 1024
+    """Bytes for the socket, at which writers wait: a decode step behind a prefill waits for these and one frame."""
+    unsent_before_pings: int = 1024 * 1024  # Beyond these, pings are not answered
+    most_unsent: int = 16 * 1024 * 1024
+    """Window updates, resets and the like do not wait; a peer that leaves so many bytes of them unread is no peer."""
+    stall: float = 10.0
+    """Seconds; a peer whose system takes no 64 KiB in these, on average over a frame, is as good as gone."""
     window_kept: float = 60.0  # seconds
     few_windows: int = 16
     few_connections: int = 64
     inbound: int = 3072  # Of these, how many others may make; the rest is for our own
-    handshakes: int = 512  # Connections that were accepted and are not encrypted yet
+    handshakes: int = (
+        512  # Connections that were accepted and are not encrypted yet; as many wait in the system's queue
+    )
     handshakes_of_loud: int = 32
     """Of an address that is not quiet, while others use what they were granted: each is a task that waits."""
     least_of_address: int = 8

@@ -29,17 +29,10 @@ from libp2p.security.noise.transport import Transport
 from libp2p.security.secure_session import SecureSession
 from multiaddr import Multiaddr
 
+from .limits import LIMITS
 from .raw_connection import ByteSink, PskConnection
 
 MAX_PLAINTEXT: Final = 65535 - 16
-# What may wait for the socket before writers have to. Small, so that a decode step behind a prefill waits little:
-# for this and one frame.
-_OUT_LIMIT: Final = 64 * 1024
-_OUT_SOFT_LIMIT: Final = 1024 * 1024  # beyond which pings are not answered
-# Window updates, resets and the like do not wait; a peer that leaves this number of bytes of them unread is no peer.
-OUT_HARD_LIMIT: Final = 16 * 1024 * 1024
-# A peer whose system takes no 64 KiB within this time, on average over a frame, is as good as gone.
-STALL_LIMIT: Final = 10.0  # seconds
 MAX_RSA_KEY: Final = 600
 """Bytes of an RSA key that a stranger shows; a public one of 4,096 bits has 550."""
 
@@ -223,7 +216,7 @@ class NoiseSession(BaseSession):
         """
         if self._closed:
             raise ConnectionResetError("the connection is closed")
-        if self._outgoing_bytes > OUT_HARD_LIMIT:
+        if self._outgoing_bytes > LIMITS.most_unsent:
             raise ConnectionAbortedError("the peer asks for more than it reads")
         if self.upload is not None:
             self.upload.spend(len(data))
@@ -250,7 +243,7 @@ class NoiseSession(BaseSession):
     @property
     def has_room(self) -> bool:
         """Whether little enough is waiting for the socket."""
-        return self._outgoing_bytes < _OUT_LIMIT
+        return self._outgoing_bytes < LIMITS.unsent
 
     async def wait_room(self) -> None:
         """Returns at once unless much is waiting for the socket."""
@@ -260,7 +253,7 @@ class NoiseSession(BaseSession):
     @property
     def is_overfull(self) -> bool:
         """Whether so much is waiting for the socket that nothing may be added that can be left out."""
-        return self._outgoing_bytes > _OUT_SOFT_LIMIT
+        return self._outgoing_bytes > LIMITS.unsent_before_pings
 
     @property
     def is_stuffed(self) -> bool:
@@ -279,16 +272,16 @@ class NoiseSession(BaseSession):
                 continue
             await self._send_raw(self._outgoing[0])
             self._outgoing_bytes -= len(self._outgoing.popleft())
-            if self._outgoing_bytes < _OUT_LIMIT:
+            if self._outgoing_bytes < LIMITS.unsent:
                 self._room.unpark_all()
             if not self._outgoing:
                 self._sent.unpark_all()
 
     async def _send_raw(self, message: bytes) -> None:
-        with trio.move_on_after(STALL_LIMIT * max(1.0, len(message) / (64 * 1024))):
+        with trio.move_on_after(LIMITS.stall * max(1.0, len(message) / (64 * 1024))):
             await self._raw.send(message)
             return
-        raise ConnectionAbortedError(f"the peer took nothing for {STALL_LIMIT:g} s")
+        raise ConnectionAbortedError(f"the peer took nothing for {LIMITS.stall:g} s")
 
     async def write(self, data: bytes) -> None:
         """Sends all of it, for libp2p's negotiation of the muxer (no `pump` yet)."""

@@ -34,14 +34,10 @@ from multiaddr import Multiaddr
 from ....crypto.swarm_key import Salsa20Cipher, xsalsa20
 from ..addresses import Endpoint, transport_of
 from ..shares import TokenBucket, origin_of_ip
-from .bandwidth import Bandwidth, Recent, Throttle
+from .bandwidth import THROTTLING, Bandwidth, Recent, Throttle
 from .limits import LIMITS, NodeLimits
 
 READ_SIZE: Final = 256 * 1024
-_QUIET: Final = 64 * 1024  # bytes lately, below which a connection need not wait for those that carry much
-_LEAST_RECEIVED: Final = 64 * 1024  # bytes of a socket's buffer
-_BACKLOG: Final = 512  # connections that the system keeps for us to accept
-_DRAIN: Final = 1.0  # seconds for a refused peer to read what we sent before we close
 _NOT_SENT: Final = 256 * 1024  # bytes that the kernel may hold back unsent
 _SPREADING: Final = b"bbr"  # the start of the names of all its versions
 _AT_ONCE: Final = (b"cubic", b"reno")  # systems may keep the first from ordinary users, but not the second
@@ -161,7 +157,7 @@ class SocketConnection(RawConnection):
                 stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _NOT_SENT)
             if self._download is not None:
                 # The kernel would take megabytes before the peer noticed that we read slowly.
-                size = max(4 * self._download.turn_size, _LEAST_RECEIVED)
+                size = max(4 * self._download.turn_size, THROTTLING.least_buffer)
                 stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
 
     def send_nowait(self, data: bytes) -> int:
@@ -194,7 +190,7 @@ class SocketConnection(RawConnection):
 
     async def _receive_in_turn(self, n: int, download: Throttle) -> bytes:
         await trio.lowlevel.wait_readable(self._stream.socket)
-        await download.turn(self, urgent=self._recent.amount() < _QUIET)
+        await download.turn(self, urgent=self._recent.amount() < THROTTLING.quiet)
         data = bytes(await self._stream.receive_some(min(n, download.turn_size)))
         download.spend(len(data))
         self._recent.add(len(data))
@@ -203,7 +199,7 @@ class SocketConnection(RawConnection):
     async def drain(self) -> None:
         # A socket closed with something unread in it sends a reset, which may destroy what the peer has yet to read.
         with (
-            trio.move_on_after(_DRAIN),
+            trio.move_on_after(LIMITS.farewell),
             contextlib.suppress(OSError, trio.BrokenResourceError, trio.ClosedResourceError),
         ):
             await self._stream.send_eof()
@@ -326,7 +322,7 @@ def _listening(maddr: Multiaddr) -> socket.socket:
         _send_at_once(made)
         made.setblocking(False)
         made.bind((values.get("ip6") or values["ip4"], int(values["tcp"])))
-        made.listen(_BACKLOG)
+        made.listen(LIMITS.handshakes)
     except OSError:
         made.close()
         raise

@@ -44,10 +44,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PROTOCOL_ERROR: Final = 1  # why we go away, by the specification
-_IDLE: Final = 1.0  # seconds of silence after which we ask for a sign of life while streams are open
-_PATIENCE: Final = 3.0  # seconds for the answer
-_PATIENCE_STUFFED: Final = 10.0  # our question may be stuck behind much data on a slow line
-_LINGER: Final = 30.0  # seconds that a stream closed by us waits for the peer's close
 _MOST_HELD: Final = 1024  # bytes of frames; who only opens streams and resets them would have us hold any number
 _SEALING: Final = HEADER.size + 18  # bytes that Yamux and Noise add: sealed, it shall fill a frame of the circuit
 
@@ -372,23 +368,23 @@ class Muxer(IMuxedConn):
         while self.lost is None:
             now = trio.current_time()
             for stream in list(self._streams.values()):
-                if stream.discarding and now - stream.closed_at > _LINGER:
+                if stream.discarding and now - stream.closed_at > LIMITS.half_closed:
                     await stream.reset()
-            silent_until = self._heard + (_IDLE if self._streams else self.limits.silence)
+            silent_until = self._heard + (LIMITS.silence_in_use if self._streams else self.limits.silence)
             if now < silent_until and not self._suspected:
                 # In short sleeps, since a stream may be opened meanwhile.
-                await trio.sleep(min(silent_until - now, _IDLE))
+                await trio.sleep(min(silent_until - now, LIMITS.silence_in_use))
                 continue
             self._suspected = False
             self.put(PING, SYN, 0, 0)
             asked = trio.current_time()
             while self._heard < asked:
                 before = trio.current_time()
-                await trio.sleep(_PATIENCE / 12)
+                await trio.sleep(LIMITS.sign_of_life / 12)
                 now = trio.current_time()
-                if self._waits or now - before > _PATIENCE / 3:
+                if self._waits or now - before > LIMITS.sign_of_life / 3:
                     break  # it was us who stood still: the answer may lie unread; ask again
-                if now - asked > (_PATIENCE_STUFFED if self.secured_conn.is_stuffed else _PATIENCE):
+                if now - asked > (LIMITS.sign_behind_data if self.secured_conn.is_stuffed else LIMITS.sign_of_life):
                     raise ConnectionAbortedError(f"the peer gave no sign of life for {now - self._heard:.1f} s")
 
     async def _keep_window(self) -> None:

@@ -164,8 +164,8 @@ FILES: Final[Mapping[str, Row]] = {
     "multiaddr": Row(
         PEER,
         "node.network.addresses.MAX_TEXT protocols.nat_traversal.TRAVERSAL.max_addr",
-        "node.network.transport.dialing.DIALING.max_direct node.network.transport.connections._MAX_RESOLVED",
-        "node.network.transport.address_book._MAX_PEERS node.network.transport.address_book._MAX_PROVEN",
+        "node.network.transport.dialing.DIALING.max_direct node.network.transport.dialing.DIALING.max_resolved",
+        "node.network.transport.address_book.MAX_PEERS node.network.transport.address_book.MAX_ADDRS",
         ("tests/attacks/test_announced_addresses.py",),
         ("address", "binary address"),
     ),

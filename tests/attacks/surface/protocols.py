@@ -17,6 +17,7 @@ MESSAGES: Final = "node.network.kad_messages"
 KADEMLIA: Final = "node.network.kad_service"
 GOSSIP: Final = "node.network.gossip"
 STANDARD: Final = "node.network.standard_protocols"
+NAT: Final = "node.network.nat.reachability.NAT"
 DIALS: Final = "node.network.nat.dial_back.DIALS"
 
 
@@ -24,7 +25,7 @@ CONNECTION: Final[Mapping[str, Row]] = {
     "connection": Row(
         "any address",
         f"{MEMORY}.budgets_of",
-        "node.network.transport.connections._HANDSHAKES",
+        f"{LIMITS}.LIMITS.patience",
         f"{LIMITS}.LIMITS.inbound {LIMITS}.LIMITS.handshakes {LIMITS}.LIMITS.least_of_address",
         ("tests/unit/test_limits.py", "tests/attacks/test_many_identities.py"),
         ("handshakes",),
@@ -33,7 +34,7 @@ CONNECTION: Final[Mapping[str, Row]] = {
     "WebSocket": Row(
         "any address",
         f"{LIMITS}.LIMITS.large_frame node.network.transport.raw_connection.READ_SIZE",
-        f"node.network.transport.connections._HANDSHAKES {LIMITS}.LIMITS.frames_per_second",
+        f"{LIMITS}.LIMITS.patience {LIMITS}.LIMITS.frames_per_second",
         "as connection",
         ("tests/attacks/test_websocket.py",),
         ("WebSocket",),
@@ -41,7 +42,7 @@ CONNECTION: Final[Mapping[str, Row]] = {
     "swarm key and Noise": Row(
         "any address",
         "node.network.transport.noise.MAX_PLAINTEXT node.network.transport.noise.MAX_RSA_KEY",
-        "node.network.transport.connections._HANDSHAKES",
+        f"{LIMITS}.LIMITS.patience",
         "as connection",
         ("tests/attacks/test_costly_keys.py", "tests/unit/test_noise.py", "tests/swarm/test_private_hosts.py"),
         ("Noise messages", "handshakes"),
@@ -59,7 +60,7 @@ CONNECTION: Final[Mapping[str, Row]] = {
     "multistream-select": Row(
         PEER,
         "node.network.transport.muxed_stream.INITIAL_WINDOW",
-        "node.network.transport.connections.NEGOTIATION",
+        f"{LIMITS}.LIMITS.patience",
         f"{LIMITS}.LIMITS.streams {LIMITS}.LIMITS.negotiating",
         ("tests/unit/test_negotiation.py", "tests/attacks/test_slow_negotiation.py"),
         ("NAT, identify and relay",),
@@ -72,8 +73,8 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
         PEER,
         f"protocols.nat_traversal.TRAVERSAL.identify_max_message "
         f"protocols.delimited.DELIMITED.max_fields {STANDARD}._MAX_IDENTIFIED",
-        f"{STANDARD}.PATIENCE node.network.transport.connections.NEGOTIATION",
-        f"{STANDARD}._MAX_IDENTIFIED_ADDRS node.network.transport.address_book.MAX_PEERS",
+        f"{LIMITS}.LIMITS.patience",
+        "node.network.transport.address_book.MAX_ADDRS node.network.transport.address_book.MAX_PEERS",
         ("tests/attacks/test_pings_and_pushes.py", "tests/attacks/test_many_identities.py"),
         ("asked who we are", "NAT, identify and relay"),
         ("identify and ping", "garbage"),
@@ -81,8 +82,8 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     "/ipfs/id/push/1.0.0": Row(
         PEER,
         f"protocols.nat_traversal.TRAVERSAL.identify_max_message {STANDARD}._MAX_IDENTIFIED",
-        f"{STANDARD}.PUSHES {STANDARD}.PATIENCE",
-        f"{STANDARD}._MAX_IDENTIFIED_ADDRS {STANDARD}._MAX_IDENTIFIED_PROTOCOLS",
+        f"{STANDARD}.PUSHES {LIMITS}.LIMITS.patience",
+        f"node.network.transport.address_book.MAX_ADDRS {STANDARD}._MAX_IDENTIFIED_PROTOCOLS",
         ("tests/attacks/test_pings_and_pushes.py", "tests/attacks/test_many_identities.py"),
         ("NAT, identify and relay",),
         ("identify and ping", "garbage"),
@@ -90,7 +91,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     "/ipfs/ping/1.0.0": Row(
         PEER,
         f"{STANDARD}._PING_BYTES",
-        f"{STANDARD}.PINGS {STANDARD}.PATIENCE",
+        f"{STANDARD}.PINGS {LIMITS}.LIMITS.patience",
         f"{LIMITS}.LIMITS.streams",
         ("tests/attacks/test_pings_and_pushes.py",),
         ("NAT, identify and relay",),
@@ -127,7 +128,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
         PEER,
         "protocols.nat_traversal.TRAVERSAL.autonat_max_message protocols.nat_traversal.TRAVERSAL.autonat_max_addrs",
         f"{DIALS}.max_dialed",
-        f"node.network.nat.autonat._MAX_KEPT {DIALS}.at_once_of_host",
+        f"{NAT}.max_kept {DIALS}.at_once_of_host",
         ("tests/attacks/test_announced_addresses.py", "tests/attacks/test_relay_and_dial_backs.py"),
         ("asked to dial back",),
         ("dial-backs and punches", "garbage"),
@@ -171,8 +172,8 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     "/libp2p/circuit/relay/0.2.0/stop": Row(
         "a relay that this node uses",
         "protocols.delimited.MAX_MESSAGE",
-        "node.network.nat.circuits._STOPPING node.network.nat.circuits._HANDSHAKES",
-        "node.network.nat.circuits._MAX_PENDING node.network.nat.circuits._LEAST_PENDING",
+        f"{NAT}.answer {NAT}.by_relay",
+        f"{NAT}.max_pending",
         ("tests/swarm/test_relay.py", "tests/attacks/test_unasked_circuits.py"),
         ("asked to take a circuit",),
         ("garbage",),

@@ -61,7 +61,6 @@ async def measured(swarm: Swarm, servers: Sequence[Announcement], output: Output
 
 _READ: Final = 64 << 20  # bytes that each core reads, to see how quick the memory is
 _TRIES: Final = 25
-_UNIT: Final = 1e6
 _BUSY: Final = 0.2  # of all processors, used by other programs: from here on it is told
 _HELD: Final = {"none": "bf16", "int8": "Q8_0", "nf4": "Q4_K_M"}
 """What the quantisations that servers announce take about as much memory as."""
@@ -241,7 +240,7 @@ def hosts_of_file(path: Path) -> tuple[list[MachineCapacity], Fleet]:
             f'{path}: {counted[0]} counts in blocks: say how large one is, "model": {{"block_mb": ..}}, or give '
             "memory_gb and a device"
         )
-    unit = file.block_bytes or _UNIT
+    unit = file.block_bytes or 1e6  # any, where nothing is counted in it
     fleet = fleet_of(file, 1 << 31, unit)
     hosts = hosts_of(fleet, unit)
     for number, row in enumerate(file.rows):

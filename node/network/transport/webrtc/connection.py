@@ -27,9 +27,8 @@ from OpenSSL import SSL
 
 from ...shares import origin_of_ip
 from ..bandwidth import Bandwidth
-from ..limits import WORK, NodeLimits, PeerUse
+from ..limits import LIMITS, WORK, NodeLimits, PeerUse
 from ..muxed_stream import ACK, DATA, FIN, HEADER, INITIAL_WINDOW, PING, RST, SYN, WINDOW_UPDATE
-from ..noise import OUT_HARD_LIMIT, STALL_LIMIT
 from ..raw_connection import ByteSink, Path
 from ..yamux import Muxer, MuxerOwner
 from .association import WEBRTC, Association, Violation
@@ -192,8 +191,8 @@ class WebRtcConnection:
         now, waits_for = trio.current_time(), self._association.unacknowledged
         if waits_for is None or waits_for != self._unacknowledged:
             self._unacknowledged, self._progress = waits_for, now
-        elif now - self._progress > STALL_LIMIT:
-            raise ConnectionAbortedError(f"the peer took nothing for {STALL_LIMIT:g} s")
+        elif now - self._progress > LIMITS.stall:
+            raise ConnectionAbortedError(f"the peer took nothing for {LIMITS.stall:g} s")
         if not self._association.is_shut:
             self._shut_at = math.inf
         elif self._shut_at == math.inf:
@@ -315,7 +314,7 @@ class WebRtcConnection:
             OSError: the connection has ended.
         """
         self._check()
-        if self._out > OUT_HARD_LIMIT:
+        if self._out > LIMITS.most_unsent:
             raise ConnectionAbortedError("the peer asks for more than it reads")
         if self.upload is not None:
             self.upload.spend(len(data))
