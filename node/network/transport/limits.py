@@ -43,9 +43,8 @@ class TransportLimits:
     few_windows: int = 16
     few_connections: int = 64
     inbound: int = 3072  # Of these, how many others may make; the rest is for our own
-    handshakes: int = (
-        512  # Connections that were accepted and are not encrypted yet; as many wait in the system's queue
-    )
+    handshakes: int = 512
+    """Connections that were accepted and are not encrypted yet; as many wait in the system's queue."""
     handshakes_of_loud: int = 32
     """Of an address that is not quiet, while others use what they were granted: each is a task that waits."""
     least_of_address: int = 8
