@@ -225,10 +225,13 @@ class ServerSearch:
         wait: bool,
         lost: bool,
         ask_again: Callable[[ServerFailed], bool],
+        pays: bool = True,
     ) -> None:
         """If a server was `lost`, others are looked for `until` then, on trio's clock; with `wait`, for ever. Which of
-        those that are left out are asked again, `ask_again` says."""
+        those that are left out are asked again, `ask_again` says; whether busy ones get points for their place, `pays`.
+        """
         self.refused = dict(refused)
+        self.pays = pays
         self._router = router
         self._tried = dict(refused)
         self._until = until

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
@@ -42,8 +43,9 @@ def link_to(server: Server) -> ServerLink:
 class Router:
     """In place of a client, of which it has the background tasks."""
 
-    def __init__(self, nursery: trio.Nursery) -> None:
-        self._nursery = nursery
+    def __init__(self, nursery: trio.Nursery, other: tuple[Hop, ...] | None = None) -> None:
+        self._nursery, self._other = nursery, other
+        self.paid: list[Hop] = []
 
     def start_soon(self, function: Callable[..., Awaitable[Any]], *args: Any) -> None:
         self._nursery.start_soon(function, *args)
@@ -52,14 +54,28 @@ class Router:
         pass
 
     async def standby(self, *asked: Any) -> tuple[Hop, ...]:
+        if self._other is None:
+            await trio.sleep_forever()
+        return self._other or ()
+
+    def round_trip(self, peer_id: str) -> float:
+        return 0.01
+
+    async def payment(self, hop: Hop, spec: SessionSpec) -> None:
+        self.paid.append(hop)
         await trio.sleep_forever()
-        return ()
+
+    @asynccontextmanager
+    async def adapter_at(self, hop: Hop, spec: SessionSpec) -> AsyncIterator[None]:
+        await trio.sleep_forever()
+        yield
 
 
 class Search:
     """In place of a `ServerSearch`: nobody has refused."""
 
     refused: dict[str, Any] = {}  # noqa: RUF012
+    pays = True
 
 
 async def find(excluded: Any) -> tuple[Hop, ...]:
@@ -162,3 +178,17 @@ async def test_dismissed_standby_may_be_prepared_again_at_once() -> None:
             chain.dismiss_standby(link)
             await trio.testing.wait_all_tasks_blocked()
             assert link.standby is None
+
+
+@pytest.mark.parametrize("pays", [True, False])
+async def test_standby_that_may_be_dismissed_costs_nothing(pays: bool) -> None:
+    """Else who withholds pushes would have points spent at an accomplice."""
+    other = Hop("other", SPEC.span)
+    async with trio.open_nursery() as nursery:
+        router = Router(nursery, (other,))
+        chain = Chain(cast(Any, router), SPEC, False)
+        chain.links = [link] = [link_to(Server())]
+        chain.prepare_standby(link, late=True, pays=pays)
+        await trio.testing.wait_all_tasks_blocked()
+        assert router.paid == [other] * pays
+        chain.dismiss_standby(link)

@@ -319,20 +319,21 @@ class Chain:
 
     # --- standbys
 
-    def prepare_standby(self, link: ServerLink, *, late: bool = False) -> None:
+    def prepare_standby(self, link: ServerLink, *, late: bool = False, pays: bool = True) -> None:
         """Begins to prepare other servers for the blocks of `link`, unless that was begun or tried just now.
 
-        `late`: a step waits for it, and it is tried again soon.
+        `late`: a step waits for it, and it is tried again soon. What may not be needed after all must not cost points:
+        the server before would take part in spending them by losing its pushes.
         """
         pause = DEADLINES.retry_interval if late else DEADLINES.standby_retry
         if link.standby is None and trio.current_time() >= link.standby_failed + pause:
             link.standby = Standby()
-            self.router.start_soon(self._prepare, link, link.standby)
+            self.router.start_soon(self._prepare, link, link.standby, pays)
 
-    async def _prepare(self, link: ServerLink, standby: Standby) -> None:
+    async def _prepare(self, link: ServerLink, standby: Standby, pays: bool) -> None:
         with standby.scope:
             try:
-                await self._bring(link, standby)
+                await self._bring(link, standby, pays)
                 # Who has cancelled it has seen no servers to close, if these were just on their way to us.
                 if not standby.scope.cancel_called:
                     standby.ready = True
@@ -343,7 +344,7 @@ class Chain:
         link.standby = None
         await close_links(standby.links)
 
-    async def _bring(self, link: ServerLink, standby: Standby) -> None:
+    async def _bring(self, link: ServerLink, standby: Standby, pays: bool) -> None:
         if link.history.start:
             raise HistoryLost("what the server held before this process started is not known here")
 
@@ -354,7 +355,7 @@ class Chain:
 
         spec = replace(self.spec, span=link.server.hop.span)
         now, applied = trio.current_time(), link.history.needed(link.history.end)
-        search = ServerSearch(self.router, {}, until=now, wait=False, lost=True, ask_again=lambda _: True)
+        search = ServerSearch(self.router, {}, until=now, wait=False, lost=True, ask_again=lambda _: True, pays=pays)
         history = InputHistory(applied, signer=link.history.signer)
         standby.links = await self._open(spec, history, link.history.end, find, search)
         standby.applied = applied

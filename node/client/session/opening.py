@@ -179,7 +179,7 @@ class Opening:
             self._router.suspect(peer_id)
         now = trio.current_time()
         # Points are spent once: who is asked beside others has to do without.
-        run = _Run(Attempt(now, math.inf, routed=False), pays=not self._runs)
+        run = _Run(Attempt(now, math.inf, routed=False), pays=search.pays and not self._runs)
         self._runs.append(run)
         nursery.start_soon(self._try, run, find, {*search.refused, *silent})
 

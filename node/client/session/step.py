@@ -203,7 +203,7 @@ class PipelineStep:
         elif missed:
             patient = min(patient, link.patience_once_more(self.chunk))
         if hurried:
-            self.chain.prepare_standby(link, late=True)  # the server may be frozen; else it answers at once
+            self.chain.prepare_standby(link, late=True, pays=False)  # it may be frozen; else it answers at once
         if phase == "sent" and at.generation != link.server.generation and link.server.held < at.asked.sequence:
             raise StreamLost(
                 f"a step was lost with a stream to server {link.server.hop.peer_id}", link.server.hop.peer_id
