@@ -6,7 +6,8 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
 import trio
@@ -37,10 +38,23 @@ def seen(swarm: Swarm) -> set[str]:
     return {content.peer_id for content in swarm.view.servers(now=time.time())}
 
 
+@asynccontextmanager
+async def joined(*peers: str) -> AsyncIterator[Swarm]:
+    """Tries again where a busy machine has not answered in time: 20 processes join through one peer."""
+    async with AsyncExitStack() as stack:
+        swarm = None
+        for _ in range(10):
+            with suppress(SwarmError):
+                swarm = await stack.enter_async_context(open_swarm(config(*peers)))
+                break
+        assert swarm is not None, "no peer has answered"
+        yield swarm
+
+
 async def time_to_see(peers: Collection[str], wanted: set[str]) -> float:
     """Seconds from the start of a new client's host until it knows all of `wanted`."""
     start = time.perf_counter()
-    async with open_swarm(config(*peers)) as swarm:
+    async with joined(*peers) as swarm:
         await eventually(lambda: wanted <= seen(swarm), "all servers are known")
         assert seen(swarm) == wanted
         return time.perf_counter() - start
@@ -330,7 +344,7 @@ async def test_client_sees_all_20_servers_within_2_seconds(swarm_of_20: list[Nod
 
 async def test_the_models_of_the_swarm_can_be_listed(swarm_of_20):
     bootstrap, *_ = swarm_of_20
-    async with open_swarm(config(bootstrap.addr)) as swarm:
+    async with joined(bootstrap.addr) as swarm:
         assert swarm.view.models(now=time.time()) == {b"\x11" * 32: ("made-up", SERVERS + 4)}
         spans = [content.span for content in swarm.view.servers(b"\x11" * 32, now=time.time())]
         assert Span(0, 4) in spans
@@ -350,7 +364,7 @@ async def test_client_sees_all_living_servers_beside_dead_peers(swarm_of_20: lis
     wanted, times = {server.peer_id for server in living}, []
     for _ in range(2):
         begun = time.perf_counter()
-        async with open_swarm(config(*peers)) as swarm:
+        async with joined(*peers) as swarm:
             await eventually(lambda swarm=swarm: wanted <= seen(swarm), "the living servers are known")
             times.append(time.perf_counter() - begun)
     print(f"seconds: {times}")
