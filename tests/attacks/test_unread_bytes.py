@@ -16,6 +16,7 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
+from petalnode.protocols.ids import StreamProtocol
 from tests.attacks.granted_session import CLIENT, STRANGER, TIMEOUT, UPSTREAM
 from tests.attacks.one_server import one_server, pushed
 from tests.memory_muxer import MemoryRaw, accepted, muxer, settled
@@ -24,7 +25,7 @@ from tests.patience import eventually
 from tests.swarm.raw import RawSession, values
 
 KIB = 1 << 10
-STALLED = "/petalnode/test/stalled/1"
+STALLED = StreamProtocol("/petalnode/test/stalled/1", wire.PushFrame)
 PIECE = 64 * KIB
 KEYS, STREAMS = 4, 100
 
@@ -41,8 +42,8 @@ async def test_handler_that_has_granted_nothing_is_sent_little() -> None:
         open_swarm(SwarmConfig(Identity.generate(), peers=tuple(node.addrs))) as attacker,
         trio.open_nursery() as nursery,
     ):
-        node.set_handler(STALLED, wire.PushFrame, stalled)
-        stream = await attacker.new_stream(node.peer_id, STALLED, wire.PushFrame, timeout=TIMEOUT)
+        node.set_handler(STALLED, stalled)
+        stream = await attacker.new_stream(node.peer_id, STALLED, timeout=TIMEOUT)
         sent: list[int] = []
 
         async def send() -> None:
