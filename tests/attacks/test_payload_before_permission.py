@@ -19,6 +19,7 @@ from petalnode.protocols.directory import DIRECTORY, MANIFEST
 from petalnode.protocols.framing import StreamClosed
 from petalnode.protocols.ids import StreamProtocol
 from petalnode.protocols.inference import INFERENCE, PUSH
+from petalnode.protocols.training import FORWARD
 from tests.attacks.granted_session import CLIENT, STRANGER, TIMEOUT, UPSTREAM
 from tests.attacks.one_server import OneServer, header_of, one_server, pushed
 from tests.swarm.raw import RawSession, values
@@ -64,7 +65,7 @@ async def test_a_push_is_refused_by_its_header(pusher: Identity, frame: object, 
             push = frame(session)  # type: ignore[operator]
             del push.tensors[:]
             push.tensors.append(LARGE)
-            stream, raw = server.connect(wire.PushFrame, server.service.handle_push, pusher)
+            stream, raw = server.connect(PUSH, server.service.handle_push, pusher)
             await raw.write(header_of(push))
             answer, _ = await stream.receive(timeout=TIMEOUT)
             assert answer.error.code == code
@@ -73,7 +74,7 @@ async def test_a_push_is_refused_by_its_header(pusher: Identity, frame: object, 
 async def test_a_step_is_refused_by_its_header(blocks: BlockSpan) -> None:
     with trio.fail_after(TIMEOUT):
         async with one_server(blocks) as server:
-            stream, raw = server.connect(wire.InferenceFrame, server.service.handle_session, CLIENT)
+            stream, raw = server.connect(INFERENCE, server.service.handle_session, CLIENT)
             session = RawSession(stream, server.session(STRANGER).ready)
             await session.open()
             step = wire.InferenceFrame(step=wire.Step(sequence=1, route_epoch=1), tensors=[LARGE])
@@ -85,12 +86,12 @@ async def test_a_step_is_refused_by_its_header(blocks: BlockSpan) -> None:
 async def test_what_opens_a_stream_carries_no_tensors(blocks: BlockSpan) -> None:
     with trio.fail_after(TIMEOUT):
         async with one_server(blocks) as server:
-            for kind, handler in (
-                (wire.InferenceFrame, server.service.handle_session),
-                (wire.BatchFrame, server.service.handle_forward),
+            for protocol, handler in (
+                (INFERENCE, server.service.handle_session),
+                (FORWARD, server.service.handle_forward),
             ):
-                stream, raw = server.connect(kind, handler, STRANGER)  # type: ignore[type-var, arg-type]
-                await raw.write(header_of(kind(tensors=[LARGE])))
+                stream, raw = server.connect(protocol, handler, STRANGER)  # type: ignore[type-var, arg-type]
+                await raw.write(header_of(protocol.frame(tensors=[LARGE])))
                 with pytest.raises(StreamClosed):
                     await stream.receive(timeout=TIMEOUT)
 
@@ -120,7 +121,7 @@ async def test_a_next_server_sends_no_tensors_back() -> None:
 @pytest.mark.parametrize("first", [b"", header_of(wire.PushFrame(push=wire.Push(nonce=bytes(99))))[:50]])
 async def test_push_stream_on_which_nothing_comes_is_ended(first: bytes, blocks: BlockSpan) -> None:
     async with one_server(blocks) as server:
-        stream, raw = server.connect(wire.PushFrame, server.service.handle_push, STRANGER)
+        stream, raw = server.connect(PUSH, server.service.handle_push, STRANGER)
         await raw.write(first)
         with pytest.raises(StreamClosed):
             await stream.receive(timeout=SERVICE.first_push + 1)

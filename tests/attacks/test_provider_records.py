@@ -337,4 +337,4 @@ async def test_providers_that_keep_search_waiting_end_with_it() -> None:
 
 
 def test_provider_sends_no_more_than_one_announcement_takes() -> None:
-    assert provider_records._MAX_ANSWER < 20_000
+    assert provider_records._DIRECTORY.max_header < 20_000

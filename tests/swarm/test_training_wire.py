@@ -139,7 +139,7 @@ def _the_server_lives_on(server: MemoryServer, run: Run) -> Iterator[None]:
     ],
 )
 async def test_openings_that_are_refused(
-    protocol: str, fields: dict[str, Any], code: int, says: str, server: MemoryServer, raw_node: Swarm
+    protocol: BatchProtocol, fields: dict[str, Any], code: int, says: str, server: MemoryServer, raw_node: Swarm
 ) -> None:
     with pytest.raises(Refusal, match=says) as caught:
         await RawBatchStream.opened(raw_node, server.ready, protocol, **fields)

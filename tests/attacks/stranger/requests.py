@@ -15,7 +15,7 @@ from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.adapter import ADAPTER
 from petalnode.protocols.framing import MessageStream, PeerError, varint
 from petalnode.protocols.inference import INFERENCE, PUSH
-from petalnode.protocols.training import BACKWARD, FORWARD
+from petalnode.protocols.training import BACKWARD, FORWARD, BatchProtocol
 from tests import messages
 
 from .keys import PATIENCE, Key, Victim, until_reset
@@ -157,9 +157,9 @@ async def wrong_pushes(key: Key, victim: Victim) -> None:
             await stream.send(wire.PushFrame(push=push, tensors=frame.tensors), [payload], timeout=PATIENCE)
 
 
-async def _batches(protocol: str, key: Key, victim: Victim) -> None:
+async def _batches(protocol: BatchProtocol, key: Key, victim: Victim) -> None:
     opened = messages.batch_opening(**_served(victim))
-    async with until_reset(key.messages(victim, protocol, wire.BatchFrame)) as stream:
+    async with until_reset(key.messages(victim, protocol)) as stream:
         await stream.send(wire.BatchFrame(open=opened), timeout=PATIENCE)
         frame, _ = await stream.receive(timeout=PATIENCE)
         if not frame.HasField("granted"):
