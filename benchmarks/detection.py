@@ -62,8 +62,9 @@ from petalnode.node.verification.observed import Observed, observed_batch, obser
 from petalnode.node.verification.recomputation import Question, SessionQuestion
 from petalnode.node.verification.tolerances import calibrations
 from petalnode.node.verification.verdicts import Compared, Judge, Verdict
-from petalnode.protocols.ids import BACKWARD, Span
+from petalnode.protocols.ids import Span
 from petalnode.protocols.tensors import dtype_name, encode
+from petalnode.protocols.training import BACKWARD
 from tests.swarm.faulty_server import order
 from tests.tiny_models import save_tiny
 

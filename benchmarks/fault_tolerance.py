@@ -44,7 +44,7 @@ from rich.table import Table
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError, StreamClosed
-from petalnode.protocols.ids import INFERENCE
+from petalnode.protocols.inference import INFERENCE
 
 STAGES = 4
 HIDDEN = 512
@@ -63,8 +63,8 @@ class Failures:
         self._random = random.Random(seed)
         connect = swarm.new_stream
 
-        async def new_stream(peer_id: str, protocol: str, *arguments: Any, **options: Any) -> Any:
-            stream = await connect(peer_id, protocol, *arguments, **options)
+        async def new_stream(peer_id: str, protocol: Any, **options: Any) -> Any:
+            stream = await connect(peer_id, protocol, **options)
             return _FailingStream(stream, self) if protocol == INFERENCE else stream
 
         swarm.new_stream = new_stream

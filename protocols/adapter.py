@@ -25,13 +25,13 @@ from typing import Final
 from ..crypto.canonical import digest
 from . import wire_pb2 as wire
 from .ids import Span
-from .training import LORA_PARTS, PROMPTS, LoraName
+from .training import FORWARD, LORA_PARTS, PROMPTS, LoraName
 
+ADAPTER: Final = replace(FORWARD, id="/petalnode/adapter/1", max_header=1 << 20)
+"""As batches; the names of the tensors take the most of a header."""
 MAX_ADAPTER_BYTES: Final = 256 << 20
 """Of an adapter's tensors, all blocks together."""
 MAX_ADAPTER_TENSORS: Final = 1 << 14
-MAX_HEADER: Final = 1 << 20
-"""Of a frame: the names of the tensors take the most."""
 _ADAPTER_DOMAIN: Final = "petalnode/adapter/1"
 _BLOCK_DOMAIN: Final = "petalnode/adapter-block/1"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -18,6 +18,7 @@ from typing import Final, Protocol, TypeAlias
 from ..crypto.credits import Clearing, Credit, CreditQuery, DepositOrder, Transfer, is_voucher
 from . import wire_pb2 as wire
 from .framing import MessageStream, PeerError, ProtocolError
+from .ids import StreamProtocol
 from .inference import Refusal, bad_request, from_wire, to_wire
 
 
@@ -29,12 +30,12 @@ class CreditsLimits:
     """How long after it was cleared a server takes a payment."""
     skew_ms: int = 120_000
     """How far the clocks of two nodes may be apart."""
-    max_header: int = 4096
     max_orders: int = 64
     """On one stream."""
 
 
 CREDITS_LIMITS: Final = CreditsLimits()
+CREDITS: Final = StreamProtocol("/petalnode/credits/1", wire.CreditsFrame, max_header=4096, max_payload=0)
 CreditsStream: TypeAlias = MessageStream[wire.CreditsFrame]
 Order: TypeAlias = CreditQuery | Transfer | DepositOrder
 

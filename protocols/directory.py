@@ -22,6 +22,7 @@ from ..crypto.identity import peer_id_to_bytes
 from . import wire_pb2 as wire
 from .announcement import BadAnnouncement, RelayOffer, SignedAnnouncement, open_signed
 from .framing import MessageStream, ProtocolError
+from .ids import StreamProtocol
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,6 @@ class DirectoryLimits:
     max_page: int = 512 * 1024  # bytes of records in one reply
     max_pages: int = 32  # that one asks of one peer
     max_ping: int = 64  # bytes
-    manifest_max_header: int = 1024 * 1024  # bytes: 4096 blocks take 140 KB, and the configuration a few
     transfer_bytes: int = 256 * 1024
     """Bytes each way, at most."""
     transfer_rounds: int = 3
@@ -45,9 +45,21 @@ class DirectoryLimits:
 
 
 DIRECTORY_LIMITS: Final = DirectoryLimits()
-MAX_HEADER: Final = DIRECTORY_LIMITS.max_page + 64 * 1024
-
-
+DIRECTORY: Final = StreamProtocol(
+    "/petalnode/directory/1",
+    wire.DirectoryFrame,
+    max_header=DIRECTORY_LIMITS.max_page + 64 * 1024,
+    max_payload=0,
+)
+MANIFEST: Final = StreamProtocol(
+    "/petalnode/manifest/1",
+    wire.ManifestFrame,
+    max_header=1024 * 1024,  # 4096 blocks take 140 KB, and the configuration a few
+    max_payload=0,
+)
+TRANSFER: Final = StreamProtocol(
+    "/petalnode/transfer/1", wire.TransferFrame, max_payload=DIRECTORY_LIMITS.transfer_bytes
+)
 DirectoryStream = MessageStream[wire.DirectoryFrame]
 TransferStream = MessageStream[wire.TransferFrame]
 

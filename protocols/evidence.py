@@ -5,16 +5,21 @@ A bundle's bytes travel in pieces. So nobody reads more than a piece of what is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import trio
 
 from . import wire_pb2 as wire
 from .framing import MessageStream, ProtocolError, StreamTimeout
+from .ids import StreamProtocol
 from .inference import Refusal, bad_request
 
 PIECE_BYTES: Final = 1 << 20
+RECEIPTS: Final = StreamProtocol(
+    "/petalnode/receipts/1", wire.EvidenceFrame, max_header=256 * 1024, max_payload=PIECE_BYTES
+)
+EVIDENCE: Final = replace(RECEIPTS, id="/petalnode/evidence/1")
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,6 @@ class EvidenceSizes:
 
     max_offer: int = 256
     """Receipts that a client offers at once."""
-    max_header: int = 256 * 1024
     max_shared: int = 64 << 20
     """Bytes of a bundle that is sent from node to node. Larger ones have to be handed over as files."""
     min_rate: int = 128 << 10

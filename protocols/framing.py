@@ -16,9 +16,8 @@ import trio
 from google.protobuf.message import DecodeError, Message
 
 from . import wire_pb2 as wire
+from .ids import StreamProtocol
 
-MAX_HEADER: Final = 64 * 1024
-MAX_PAYLOAD: Final = 64 * 1024 * 1024
 MAX_TENSORS: Final = 64  # of one message
 CODECS: Final = ("none", "float16", "bfloat16", "int8-block64")
 ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}  # the dtypes that travel, and the bytes of a value
@@ -94,9 +93,7 @@ class PayloadRoom(Protocol):
 
 
 class MessageStream(Generic[F]):
-    """Messages of one type with one peer, both ways.
-
-    The type is one of the generated `*Frame` messages: a `oneof body`, and the `tensors` whose bytes follow.
+    """Messages of one protocol with one peer, both ways.
 
     One task may send while another one receives; several may send. Flow control is the stream's. A peer that does not
     read makes `send` wait. We hold at most one message and one stream window of what it sent.
@@ -107,19 +104,16 @@ class MessageStream(Generic[F]):
     def __init__(
         self,
         raw: RawStream,
-        frame_type: type[F],
+        protocol: StreamProtocol[F],
         peer_id: str,
         *,
-        max_header: int = MAX_HEADER,
-        max_payload: int = MAX_PAYLOAD,
         room: PayloadRoom | None = None,
         keeps_room: bool = False,
     ) -> None:
         self.peer_id = peer_id
         self._raw = raw
-        self._frame_type = frame_type
-        self.max_header = max_header
-        self._max_payload = max_payload
+        self._protocol = protocol
+        self.max_header = protocol.max_header
         self._send_lock = trio.Lock()
         self._buffer = bytearray()
         self._header: F | None = None  # parsed, its payload not all here yet
@@ -192,9 +186,10 @@ class MessageStream(Generic[F]):
             elif tensor.nbytes != view.nbytes:
                 raise ValueError(f"a payload of {view.nbytes} bytes for a tensor of {tensor.nbytes} bytes")
         header, total = frame.SerializeToString(), sum(view.nbytes for view in views)
-        if len(header) > self.max_header or total > self._max_payload or len(tensors) > MAX_TENSORS:
+        if len(header) > self.max_header or total > self._protocol.max_payload or len(tensors) > MAX_TENSORS:
             sizes = f"a header of {len(header)} bytes and {len(tensors)} tensors of {total} bytes"
-            raise ValueError(f"{sizes}; this stream takes {self.max_header}, {MAX_TENSORS} and {self._max_payload}")
+            most = f"{self.max_header}, {MAX_TENSORS} and {self._protocol.max_payload}"
+            raise ValueError(f"{sizes}; this stream takes {most}")
         head = varint(len(header)) + header
         return [memoryview(head), *views], len(head) + total
 
@@ -308,17 +303,16 @@ class MessageStream(Generic[F]):
         if len(self._buffer) < start + size:
             self._due = start + size
             return None
-        header = self._frame_type()
+        header = self._protocol.frame()
         try:
             header.ParseFromString(bytes(self._buffer[start : start + size]))
         except DecodeError as error:
             raise self._violation("a header that is no message") from error
         tensors = _tensors(header)
         total = sum(tensor.nbytes for tensor in tensors)
-        if len(tensors) > MAX_TENSORS or total > self._max_payload:
-            raise self._violation(
-                f"{len(tensors)} tensors of {total} bytes; {MAX_TENSORS} of {self._max_payload} bytes are allowed"
-            )
+        most = self._protocol.max_payload
+        if len(tensors) > MAX_TENSORS or total > most:
+            raise self._violation(f"{len(tensors)} tensors of {total} bytes; {MAX_TENSORS} of {most} bytes are allowed")
         del self._buffer[: start + size]
         self._patience += total / LEAST_RATE
         return header

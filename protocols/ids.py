@@ -8,21 +8,29 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Final
+from typing import Final, Generic, TypeVar
+
+from google.protobuf.message import Message
 
 PROTOCOL_VERSION: Final = 1
-INFERENCE: Final = "/petalnode/inference/1"
-PUSH: Final = "/petalnode/push/1"
-DIRECTORY: Final = "/petalnode/directory/1"
-MANIFEST: Final = "/petalnode/manifest/1"
-FORWARD: Final = "/petalnode/forward/1"
-BACKWARD: Final = "/petalnode/backward/1"
-RECEIPTS: Final = "/petalnode/receipts/1"
-EVIDENCE: Final = "/petalnode/evidence/1"
-CREDITS: Final = "/petalnode/credits/1"
-ADAPTER: Final = "/petalnode/adapter/1"
-TRANSFER: Final = "/petalnode/transfer/1"
-WEIGHTS: Final = "/petalnode/weights/1"
+F = TypeVar("F", bound=Message)
+
+
+@dataclass(frozen=True)
+class StreamProtocol(Generic[F]):
+    """What both sides of a stream have to agree on.
+
+    Attributes:
+        id: by which the stream is opened.
+        frame: one of the generated `*Frame` messages: a `oneof body`, and the `tensors` whose bytes follow.
+        max_header: bytes of a frame.
+        max_payload: bytes of all tensors of a message together.
+    """
+
+    id: str
+    frame: type[F]
+    max_header: int = 64 * 1024
+    max_payload: int = 64 << 20
 
 
 @dataclass(frozen=True, order=True)

@@ -48,16 +48,16 @@ from ..crypto.pledge import Pledge
 from ..crypto.receipts import Receipt, SessionRoot, StepRequest
 from . import wire_pb2 as wire
 from .framing import ProtocolError
-from .ids import Layout, Span
+from .ids import Layout, Span, StreamProtocol
 from .prefix import BLOCK_TOKENS, MAX_BLOCKS, MAX_SALT, PREFIX_CODECS, PrefixTerms
 
+INFERENCE: Final = StreamProtocol("/petalnode/inference/1", wire.InferenceFrame)
+PUSH: Final = StreamProtocol("/petalnode/push/1", wire.PushFrame)
 NONCE_BYTES: Final = 16
 EPOCH_BYTES: Final = 16
 HASH_BYTES: Final = 32
 MAX_BATCH: Final = 1024
 MAX_LENGTH: Final = 1 << 20
-MAX_STEP_BYTES: Final = 64 << 20
-"""No tensor of one step may take more than this on the wire."""
 STEP_TOKENS: Final = 2048
 """Rows times positions of one step."""
 MAX_SEQUENCE: Final = 1 << 40

@@ -39,7 +39,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import trio
@@ -47,14 +47,19 @@ import trio
 from ..crypto.canonical import digest
 from . import wire_pb2 as wire
 from .framing import ITEM_BYTES, MAX_TENSORS, MessageStream, wire_nbytes
-from .ids import AXES, Span
+from .ids import AXES, Span, StreamProtocol
 from .inference import HASH_BYTES, MAX_BATCH, Refusal, bad_request, opened_span
 
 MICRO_BATCH_TOKENS: Final = 1024
 """Rows times positions of one batch request (Petals, NeurIPS 2023, section 4.2, footnote 9)."""
 PIECE_BYTES: Final = 1 << 20
-MAX_HEADER: Final = 256 * 1024
-"""Of a frame: the names of an adapter's weights take the most."""
+FORWARD: Final = StreamProtocol(
+    "/petalnode/forward/1",
+    wire.BatchFrame,
+    max_header=256 * 1024,  # the names of an adapter's weights take the most
+    max_payload=PIECE_BYTES,
+)
+BACKWARD: Final = replace(FORWARD, id="/petalnode/backward/1")
 KEPT_SETS: Final = 4
 """Numbers of Keep that a server remembers on one stream; a newer one pushes the oldest out."""
 MAX_KEPT_TENSORS: Final = 4096
@@ -64,6 +69,7 @@ BATCH_DOMAIN: Final = "petalnode/work/1"
 KEEP_DOMAIN: Final = "petalnode/keep/1"
 NOTHING_KEPT: Final = bytes(HASH_BYTES)
 
+BatchProtocol = StreamProtocol[wire.BatchFrame]
 BatchFrames = MessageStream[wire.BatchFrame]
 Buffer = bytes | bytearray | memoryview
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
 from ..crypto.canonical import Field, digest
 from . import wire_pb2 as wire
 from .framing import MessageStream, PeerError, ProtocolError
+from .ids import StreamProtocol
 
 PIECE_BYTES: Final = 1 << 20
 _DOMAIN: Final = "petalnode/model/part/2"
@@ -33,9 +34,6 @@ _FORM: Final = re.compile(r"safetensors|text|gguf [a-z0-9_.-]{1,48}")
 class WeightsLimits:
     """The sizes of messages about weights."""
 
-    max_query: int = 256  # bytes of a header that an asker sends
-    max_tree: int = 4 << 20
-    """Bytes of a header that is answered: 32 for each piece, so a part has at most about 100 GiB."""
     max_tensors: int = 65_536  # of a part
     max_name: int = 512  # characters
     max_dimensions: int = 16
@@ -43,6 +41,14 @@ class WeightsLimits:
 
 
 WEIGHTS_LIMITS: Final = WeightsLimits()
+WEIGHTS: Final = StreamProtocol(
+    "/petalnode/weights/1",
+    wire.WeightsFrame,
+    max_header=256,  # of a question
+    max_payload=PIECE_BYTES,
+)
+WEIGHTS_ASKED: Final = replace(WEIGHTS, max_header=4 << 20)
+"""As the asking side opens it: trees take 32 bytes for each piece, so a part has at most about 100 GiB."""
 WeightsStream = MessageStream[wire.WeightsFrame]
 
 
@@ -223,7 +229,7 @@ async def send_tree(stream: WeightsStream, tree: wire.PartTree, *, timeout: floa
     Raises:
         PeerError: as `MessageStream.send`.
     """
-    of_questions, stream.max_header = stream.max_header, WEIGHTS_LIMITS.max_tree
+    of_questions, stream.max_header = stream.max_header, WEIGHTS_ASKED.max_header
     try:
         await stream.send(wire.WeightsFrame(tree=tree), timeout=timeout)
     finally:

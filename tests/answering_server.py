@@ -18,7 +18,7 @@ from petalnode.node.swarm.routing import Hop
 from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
-from petalnode.protocols.inference import receipt_to_wire, root_of
+from petalnode.protocols.inference import INFERENCE, receipt_to_wire, root_of
 from tests.receipts import of_answer
 
 SERVER, CLIENT, BEFORE, OTHER = (Identity.from_seed(bytes([number]) * 32) for number in range(41, 45))
@@ -50,7 +50,7 @@ class Server:
     """
 
     def __init__(self) -> None:
-        self.ours, self.stream = message_streams(wire.InferenceFrame, CLIENT.peer_id, SERVER.peer_id)
+        self.ours, self.stream = message_streams(INFERENCE, CLIENT.peer_id, SERVER.peer_id)
         self.previous = b""
         self.heard: list[wire.InferenceFrame] = []
         span = wire.Span(start=SPEC.span.start, end=SPEC.span.end)

@@ -17,7 +17,7 @@ from petalnode.node.swarm.streams import MessageStreams
 from petalnode.node.swarm.view import SwarmView
 from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.directory import MAX_HEADER
+from petalnode.protocols.directory import DIRECTORY
 from petalnode.protocols.framing import MessageStream, PeerError
 from tests.announcements import held
 
@@ -83,7 +83,7 @@ def answered_by(serve: Callable[[Stream], Awaitable[None]], nursery: trio.Nurser
             await stream.reset()
 
     async def open_stream(peer_id: str, _timeout: float) -> Stream:
-        ours, theirs = message_streams(wire.DirectoryFrame, asker, peer_id, max_header=MAX_HEADER)
+        ours, theirs = message_streams(DIRECTORY, asker, peer_id)
         nursery.start_soon(answer, theirs)
         return ours
 

@@ -16,10 +16,8 @@ from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.view import SwarmView
 from petalnode.node.testing import MemoryNetwork, MemoryNode
 from petalnode.node.trust.store import TrustStore
-from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, SignedAnnouncement
-from petalnode.protocols.directory import MAX_HEADER
-from petalnode.protocols.ids import DIRECTORY
+from petalnode.protocols.directory import DIRECTORY
 
 _ADDR = "/ip4/127.0.0.1/tcp/1"
 _LIFETIME = 300.0
@@ -67,7 +65,7 @@ class DirectoryNode(MemoryNode):
         self.finder = self.directory = self.directory_kind(config, table, self)
         self._announcer = Announcer(config, self.host, table, self.directory)
         self._scope = trio.CancelScope()
-        self.set_handler(DIRECTORY, wire.DirectoryFrame, self.directory.serve, max_header=MAX_HEADER, max_payload=0)
+        self.set_handler(DIRECTORY, self.directory.serve)
 
     async def start(self, nursery: trio.Nursery) -> None:
         """

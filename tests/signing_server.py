@@ -21,10 +21,10 @@ from petalnode.node.trust.receipt_log import LoggedBatch, SessionLog
 from petalnode.node.verification.observed import observed_session
 from petalnode.node.verification.verdicts import Judge, Verdict
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.ids import BACKWARD, FORWARD, Span
+from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import hash_of_step, pledge_to_wire, root_of, sha256
 from petalnode.protocols.tensors import decode, encode
-from petalnode.protocols.training import KeptSet, MicroBatch, hash_of_payloads
+from petalnode.protocols.training import BACKWARD, FORWARD, KeptSet, MicroBatch, hash_of_payloads
 from tests.messages import opening
 from tests.receipts import unsigned
 
@@ -114,7 +114,7 @@ class SigningServer:
         spoil_kept: Spoil = honest,
     ) -> LoggedBatch:
         """The client's log of one pass; in a backward pass with deep `prompts`, with their gradient too."""
-        protocol = FORWARD if gradient is None else BACKWARD
+        protocol = (FORWARD if gradient is None else BACKWARD).id
         sent = [encode(tensor, "none") for tensor in (hidden, gradient) if tensor is not None]
         work = wire.BatchRequest(sequence=1, tensors=[tensor for tensor, _ in sent])
         passes = SpanPasses(self.blocks, 1 << 40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,8 +19,8 @@ from petalnode.node.weights.remote_model import find_remote_model
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.framing import MessageStream
-from petalnode.protocols.ids import WEIGHTS, Span
-from petalnode.protocols.weights import PIECE_BYTES, WEIGHTS_LIMITS
+from petalnode.protocols.ids import Span
+from petalnode.protocols.weights import PIECE_BYTES, WEIGHTS
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import NUM_BLOCKS, save_tiny
 
@@ -99,9 +100,7 @@ def hands_on(
         async def serve(stream: Any) -> None:
             await held.serve(cast(Any, Liar(stream, spoil, late or (lambda asked: 0.0))))
 
-        node.set_handler(
-            WEIGHTS, wire.WeightsFrame, serve, max_header=WEIGHTS_LIMITS.max_query, max_payload=2 * PIECE_BYTES
-        )
+        node.set_handler(replace(WEIGHTS, max_payload=2 * PIECE_BYTES), serve)
     return node, held
 
 

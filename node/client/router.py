@@ -16,12 +16,12 @@ import trio
 from ...crypto.credits import Clearing
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
-from ...protocols.adapter import MAX_HEADER as MAX_ADAPTER_HEADER
+from ...protocols.adapter import ADAPTER
 from ...protocols.announcement import Announcement
 from ...protocols.framing import F, MessageStream, PeerError
-from ...protocols.ids import ADAPTER, INFERENCE
-from ...protocols.training import MAX_HEADER as MAX_BATCH_HEADER
-from ...protocols.training import PIECE_BYTES, BatchFrames
+from ...protocols.ids import StreamProtocol
+from ...protocols.inference import INFERENCE
+from ...protocols.training import BatchFrames, BatchProtocol
 from ..errors import NoChainError, ServerCheated, ServerFailed
 from ..swarm.routing import Hop
 from ..swarm.swarm import Swarm
@@ -136,13 +136,13 @@ class Router(ServerSelection):
     async def connect(self, hop: Hop, *, direct: bool = False) -> InferenceStream:
         """A stream to the server of `hop`; with `direct`, only on a connection that there is, without a relay.
         Raises ServerFailed."""
-        return await self._stream(hop, INFERENCE, wire.InferenceFrame, direct=direct)
+        return await self._stream(hop, INFERENCE, direct=direct)
 
-    async def batch_stream(self, hop: Hop, protocol: str) -> BatchFrames:
+    async def batch_stream(self, hop: Hop, protocol: BatchProtocol) -> BatchFrames:
         """A stream for batches to the server of `hop`; `protocol` says of which kind. Raises ServerFailed."""
-        return await self._stream(hop, protocol, wire.BatchFrame, max_header=MAX_BATCH_HEADER, max_payload=PIECE_BYTES)
+        return await self._stream(hop, protocol)
 
-    async def _stream(self, hop: Hop, protocol: str, frame: type[F], **options: Any) -> MessageStream[F]:
+    async def _stream(self, hop: Hop, protocol: StreamProtocol[F], *, direct: bool = False) -> MessageStream[F]:
         if not self.trusted.permits(hop, self.model.num_blocks):
             # No plan has it so; a session that another process has left may.
             raise NoChainError(
@@ -150,7 +150,7 @@ class Router(ServerSelection):
                 tuple(range(hop.span.start, hop.span.end)),
             )
         try:
-            return await self.swarm.new_stream(hop.peer_id, protocol, frame, timeout=DEADLINES.open, **options)
+            return await self.swarm.new_stream(hop.peer_id, protocol, timeout=DEADLINES.open, direct=direct)
         except PeerError as error:
             text = f"server {hop.peer_id} (blocks {hop.span}) cannot be reached: {error}"
             raise ServerFailed(text, hop.peer_id) from error
@@ -167,9 +167,7 @@ class Router(ServerSelection):
         if adapter is None or adapter.content is None or (record is not None and adapter.is_held_by(record.content)):
             yield
             return
-        stream = await self._stream(
-            hop, ADAPTER, wire.BatchFrame, max_header=MAX_ADAPTER_HEADER, max_payload=PIECE_BYTES
-        )
+        stream = await self._stream(hop, ADAPTER)
         try:
             await bring(stream, adapter, hop, self.model.version)
             yield

@@ -18,9 +18,9 @@ import trio
 
 from ...crypto.receipts import Receipt, countersign
 from ...protocols import wire_pb2 as wire
-from ...protocols.evidence import EVIDENCE_SIZES, PIECE_BYTES, EvidenceStream, check_pick, send_bundle
+from ...protocols.evidence import EVIDENCE_SIZES, RECEIPTS, EvidenceStream, check_pick, send_bundle
 from ...protocols.framing import PeerError
-from ...protocols.ids import RECEIPTS, Span
+from ...protocols.ids import Span
 from ...protocols.inference import Refusal, receipt_to_wire
 from ..network.addresses import parse_peer
 from ..swarm.swarm import Swarm
@@ -97,14 +97,7 @@ async def _call(swarm: Swarm, archive: ReceiptArchive, auditor: str, seen: set[b
     peer_id, addr = parse_peer(auditor)
     swarm.host.remember(peer_id, [addr])
     try:
-        async with swarm.open_stream(
-            peer_id,
-            RECEIPTS,
-            wire.EvidenceFrame,
-            timeout=SHARING.open_timeout,
-            max_header=EVIDENCE_SIZES.max_header,
-            max_payload=PIECE_BYTES,
-        ) as stream:
+        async with swarm.open_stream(peer_id, RECEIPTS, timeout=SHARING.open_timeout) as stream:
             await _show(swarm, stream, offered)
     except PeerError as error:
         log.info("the auditor %s cannot be shown receipts: %s", peer_id, error)

@@ -13,9 +13,8 @@ import trio
 from ...crypto.canonical import digest
 from ...crypto.credits import Clearing, Credit, CreditQuery, DepositOrder, Transfer
 from ...protocols import wire_pb2 as wire
-from ...protocols.credits import CREDITS_LIMITS, CreditsStream, serve_credits
+from ...protocols.credits import CREDITS, CreditsStream, serve_credits
 from ...protocols.framing import StreamClosed
-from ...protocols.ids import CREDITS
 from ...protocols.inference import Refusal
 from ..errors import MachineError
 from ..network.transport.places import Place, Places
@@ -52,7 +51,7 @@ class CreditsService:
         self._places = Places(ISSUER.max_streams)
         self._pending = 0
         self._writing = trio.Lock()
-        swarm.set_handler(CREDITS, wire.CreditsFrame, self._serve, max_header=CREDITS_LIMITS.max_header, max_payload=0)
+        swarm.set_handler(CREDITS, self._serve)
 
     async def credit(self, query: CreditQuery) -> Credit:
         async with self._turn():

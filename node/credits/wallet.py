@@ -13,11 +13,9 @@ import trio
 from ...crypto.credits import Clearing, Credit, CreditQuery, DepositOrder, Transfer
 from ...crypto.identity import Identity
 from ...crypto.statement import now_ms
-from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import Announcement
-from ...protocols.credits import CREDITS_LIMITS, CreditsStream, ask_clearing, ask_credit, ask_voucher, price
+from ...protocols.credits import CREDITS, CREDITS_LIMITS, CreditsStream, ask_clearing, ask_credit, ask_voucher, price
 from ...protocols.framing import PeerError
-from ...protocols.ids import CREDITS
 from ...protocols.inference import Refusal
 from ..errors import SwarmError
 from ..network.addresses import parse_peer
@@ -152,14 +150,7 @@ class Wallet:
         self._swarm.host.remember(self.issuer, [self._addr])
         for attempt in range(1, WALLET.attempts + 1):
             try:
-                async with self._swarm.open_stream(
-                    self.issuer,
-                    CREDITS,
-                    wire.CreditsFrame,
-                    timeout=WALLET.ask_timeout,
-                    max_header=CREDITS_LIMITS.max_header,
-                    max_payload=0,
-                ) as stream:
+                async with self._swarm.open_stream(self.issuer, CREDITS, timeout=WALLET.ask_timeout) as stream:
                     return await question(stream)
             except PeerError as error:
                 if isinstance(error.__cause__, ConnectionRefusedError):  # it does not speak the protocol

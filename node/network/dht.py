@@ -24,7 +24,8 @@ from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
 from ...protocols.announcement import BadAnnouncement, SignedAnnouncement, open_announcement
-from ...protocols.ids import DIRECTORY, directory_key
+from ...protocols.directory import DIRECTORY
+from ...protocols.ids import directory_key
 from .addresses import MAX_ADDRS, dialable, dialable_among, without_peer
 from .host import Host
 from .kad_messages import record_of
@@ -192,7 +193,7 @@ class Dht:
         for peer_id in opened:
             used = any(connection.open_streams for connection in self._host.connections(peer_id))
             # One of ours may be a directory, or a relay that keeps a place for this node, as long as it is connected.
-            if not used and not speaks(self._host.libp2p.get_peerstore(), peer_id, DIRECTORY):
+            if not used and not speaks(self._host.libp2p.get_peerstore(), peer_id, DIRECTORY.id):
                 await self._host.disconnect(peer_id)
 
     # --- values

@@ -24,7 +24,6 @@ from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import ServerState, SignedAnnouncement
 from ...protocols.directory import NodeInfo
 from ...protocols.framing import MessageStream, PeerError, ProtocolError, StreamTimeout
-from ...protocols.ids import DIRECTORY
 from ..errors import SwarmError
 from ..network.addresses import parse_peer
 from ..network.dht import SHARDS, Dht
@@ -171,10 +170,7 @@ class Directory:
         opened = False
         try:
             with trio.move_on_after(timeout):
-                limits = {"max_header": protocol.MAX_HEADER, "max_payload": 0}
-                async with self._streams.open_stream(
-                    peer_id, DIRECTORY, wire.DirectoryFrame, timeout=timeout, **limits
-                ) as stream:
+                async with self._streams.open_stream(peer_id, protocol.DIRECTORY, timeout=timeout) as stream:
                     opened = True
                     yield stream
                 self._contacts.answered(peer_id, time.time())

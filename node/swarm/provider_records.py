@@ -14,26 +14,16 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import trio
 
 from ...crypto.identity import peer_id_to_bytes
-from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import ANNOUNCEMENT, Announcement, ServerState
-from ...protocols.directory import ask_own
+from ...protocols.directory import DIRECTORY, ask_own
 from ...protocols.framing import PeerError
-from ...protocols.ids import (
-    DIRECTORY,
-    MAX_RANGES,
-    VERSION_DIGITS,
-    Span,
-    blocks_key,
-    directory_key,
-    model_key,
-    ranges_of,
-)
+from ...protocols.ids import MAX_RANGES, VERSION_DIGITS, Span, blocks_key, directory_key, model_key, ranges_of
 from ..network.dht import SHARDS, Dht
 from ..network.provider_lookup import Contact
 from ..network.shares import backoff
@@ -61,7 +51,7 @@ class SearchPolicy:
 
 
 SEARCH: Final = SearchPolicy()
-_MAX_ANSWER: Final = ANNOUNCEMENT.max_bytes + 1024  # bytes: one announcement
+_DIRECTORY: Final = replace(DIRECTORY, max_header=ANNOUNCEMENT.max_bytes + 1024)  # one announcement
 
 
 @dataclass(frozen=True)
@@ -241,14 +231,7 @@ class ProviderRecords:
         self._host.learn(contact.peer_id, contact.addrs)
         with trio.move_on_after(SEARCH.meeting):
             try:
-                stream = await self._streams.new_stream(
-                    contact.peer_id,
-                    DIRECTORY,
-                    wire.DirectoryFrame,
-                    timeout=SEARCH.meeting,
-                    max_header=_MAX_ANSWER,
-                    max_payload=0,
-                )
+                stream = await self._streams.new_stream(contact.peer_id, _DIRECTORY, timeout=SEARCH.meeting)
                 try:
                     record = await ask_own(stream, now=time.time(), timeout=SEARCH.meeting)
                 finally:

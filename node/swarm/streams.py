@@ -17,13 +17,12 @@ from google.protobuf.message import Message
 from ...crypto.identity import peer_id_to_bytes
 from ...protocols import wire_pb2 as wire
 from ...protocols.framing import (
-    MAX_HEADER,
-    MAX_PAYLOAD,
     MessageStream,
     PeerError,
     StreamClosed,
     StreamTimeout,
 )
+from ...protocols.ids import StreamProtocol
 from ..network.host import Host
 from ..network.shares import ShareCount
 from ..network.transport.memory import own_budgets
@@ -185,16 +184,15 @@ class _Service(Generic[F]):
     """Serves the streams of one protocol that peers open."""
 
     streams: MessageStreams
-    protocol: str
+    protocol: StreamProtocol[F]
     handler: Callable[[MessageStream[F]], Awaitable[None]]
     served: ShareCount
-    frame_type: type[F]
     stream_type: Callable[..., MessageStream[F]]  # made of a raw stream and a peer's id
 
     async def serve(self, raw: StreamBytes, peer_id: str) -> None:
         origin = self.streams.host.origin_of(peer_id)
         if not self.served.add(peer_id, origin):
-            log.info("%s: there are too many streams of %s", self.protocol, peer_id)
+            log.info("%s: there are too many streams of %s", self.protocol.id, peer_id)
             await raw.reset()
             return
         try:
@@ -206,11 +204,11 @@ class _Service(Generic[F]):
         try:
             await (self.handler(stream) if self._has_our_key(stream.peer_id) else self._refuse(stream))
         except PeerError as error:
-            log.debug("%s: %s", self.protocol, error)
+            log.debug("%s: %s", self.protocol.id, error)
             await stream.reset()
         except Exception as error:
             await stream.reset()
-            self.streams.log_once(self.protocol, error)
+            self.streams.log_once(self.protocol.id, error)
         except BaseException:
             await stream.reset()
             raise
@@ -225,9 +223,9 @@ class _Service(Generic[F]):
 
     async def _refuse(self, stream: MessageStream[F]) -> None:
         """Says why, where a message of the protocol can."""
-        if "error" in self.frame_type.DESCRIPTOR.fields_by_name:
+        if "error" in self.protocol.frame.DESCRIPTOR.fields_by_name:
             text = f"petalnode's peers have Ed25519 keys, and the one of {stream.peer_id} is of another kind"
-            refused: F = self.frame_type(error=wire.Error(code=wire.ERROR_UNSUPPORTED, message=text))
+            refused: F = self.protocol.frame(error=wire.Error(code=wire.ERROR_UNSUPPORTED, message=text))
             await stream.send(refused, timeout=SHARES.refusal)
 
 
@@ -247,12 +245,9 @@ class MessageStreams:
 
     def set_handler(
         self,
-        protocol: str,
-        frame_type: type[F],
+        protocol: StreamProtocol[F],
         handler: Callable[[MessageStream[F]], Awaitable[None]],
         *,
-        max_header: int = MAX_HEADER,
-        max_payload: int = MAX_PAYLOAD,
         max_streams: int = SHARES.max_served,
         in_turn: bool = True,
     ) -> None:
@@ -267,15 +262,13 @@ class MessageStreams:
         """
         stream_type = functools.partial(
             _InTurn if in_turn else MessageStream,
-            frame_type=frame_type,
-            max_header=max_header,
-            max_payload=max_payload,
+            protocol=protocol,
             room=self.received_ungranted,
             keeps_room=True,
         )
         served = ShareCount(max_streams, SHARES.least_served)
-        service = _Service(self, protocol, handler, served, frame_type, stream_type)
-        self.host.set_stream_handler(protocol, service.serve)
+        service = _Service(self, protocol, handler, served, stream_type)
+        self.host.set_stream_handler(protocol.id, service.serve)
 
     def log_once(self, protocol: str, error: Exception) -> None:
         """Logs a failure of ours; as an error the first time of each kind."""
@@ -287,12 +280,9 @@ class MessageStreams:
     async def new_stream(
         self,
         peer_id: str,
-        protocol: str,
-        frame_type: type[F],
+        protocol: StreamProtocol[F],
         *,
         timeout: float,
-        max_header: int = MAX_HEADER,
-        max_payload: int = MAX_PAYLOAD,
         direct: bool = False,
     ) -> MessageStream[F]:
         """A stream that the caller has to close or reset.
@@ -312,34 +302,18 @@ class MessageStreams:
                 await self.finder.find(peer_id)
                 self.host.learn(peer_id, self.finder.addrs_of(peer_id))
             try:
-                raw = await self.host.open_stream(peer_id, protocol, direct=direct)
+                raw = await self.host.open_stream(peer_id, protocol.id, direct=direct)
             except ConnectionError as error:
                 raise StreamClosed(str(error), peer_id) from error
-            return MessageStream(
-                raw, frame_type, peer_id, max_header=max_header, max_payload=max_payload, room=self.received
-            )
-        raise StreamTimeout(f"{peer_id} did not open a stream of {protocol} within {timeout:g} s", peer_id)
+            return MessageStream(raw, protocol, peer_id, room=self.received)
+        raise StreamTimeout(f"{peer_id} did not open a stream of {protocol.id} within {timeout:g} s", peer_id)
 
     @contextlib.asynccontextmanager
     async def open_stream(
-        self,
-        peer_id: str,
-        protocol: str,
-        frame_type: type[F],
-        *,
-        timeout: float,
-        max_header: int = MAX_HEADER,
-        max_payload: int = MAX_PAYLOAD,
+        self, peer_id: str, protocol: StreamProtocol[F], *, timeout: float
     ) -> AsyncIterator[MessageStream[F]]:
         """As `new_stream`, closed at the end of the block, or reset if the block raises."""
-        stream = await self.new_stream(
-            peer_id,
-            protocol,
-            frame_type,
-            timeout=timeout,
-            max_header=max_header,
-            max_payload=max_payload,
-        )
+        stream = await self.new_stream(peer_id, protocol, timeout=timeout)
         try:
             yield stream
         except BaseException:

@@ -14,11 +14,9 @@ from google.protobuf.message import DecodeError, Message
 from ...crypto.identity import Identity
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import Announcement
-from ...protocols.directory import DIRECTORY_LIMITS, NodeInfo, answer_manifests, ask_manifest
-from ...protocols.directory import MAX_HEADER as MAX_DIRECTORY
-from ...protocols.evidence import EVIDENCE_SIZES, PIECE_BYTES
+from ...protocols.directory import DIRECTORY, MANIFEST, NodeInfo, answer_manifests, ask_manifest
+from ...protocols.evidence import EVIDENCE
 from ...protocols.framing import MessageStream, PeerError
-from ...protocols.ids import DIRECTORY, EVIDENCE, MANIFEST
 from ..errors import ModelError
 from ..models import Manifest
 from ..network.dht import Dht, open_dht
@@ -80,17 +78,9 @@ class Swarm(MessageStreams):
         self._discovery = Discovery(host, self._directory, self._records, nursery, config)
         self.named = self._discovery.named  # the peers that this node was told to join by
         self.evidence, self.gossip = evidence, gossip  # no gossip if this node takes no part in it
-        self.set_handler(
-            EVIDENCE, wire.EvidenceFrame, evidence.serve, max_header=EVIDENCE_SIZES.max_header, max_payload=PIECE_BYTES
-        )
-        self.set_handler(DIRECTORY, wire.DirectoryFrame, self._directory.serve, max_header=MAX_DIRECTORY, max_payload=0)
-        self.set_handler(
-            MANIFEST,
-            wire.ManifestFrame,
-            self._serve_manifests,
-            max_header=DIRECTORY_LIMITS.manifest_max_header,
-            max_payload=0,
-        )
+        self.set_handler(EVIDENCE, evidence.serve)
+        self.set_handler(DIRECTORY, self._directory.serve)
+        self.set_handler(MANIFEST, self._serve_manifests)
 
     @property
     def peer_id(self) -> str:
@@ -159,14 +149,7 @@ class Swarm(MessageStreams):
             PeerError, Refusal, BadBundle: it has not, or sends nonsense.
         """
         self.host.learn(peer_id, addrs)
-        async with self.open_stream(
-            peer_id,
-            EVIDENCE,
-            wire.EvidenceFrame,
-            timeout=timeout,
-            max_header=EVIDENCE_SIZES.max_header,
-            max_payload=PIECE_BYTES,
-        ) as stream:
+        async with self.open_stream(peer_id, EVIDENCE, timeout=timeout) as stream:
             return await fetch_bundle(stream, evidence_id)
 
     # --- reachability
@@ -270,14 +253,7 @@ class Swarm(MessageStreams):
         Raises:
             PeerError: no answer within `timeout` seconds, or none that fits.
         """
-        async with self.open_stream(
-            peer_id,
-            MANIFEST,
-            wire.ManifestFrame,
-            timeout=timeout,
-            max_header=DIRECTORY_LIMITS.manifest_max_header,
-            max_payload=0,
-        ) as stream:
+        async with self.open_stream(peer_id, MANIFEST, timeout=timeout) as stream:
             manifest = await ask_manifest(stream, model_version, timeout=timeout)
             return None if manifest is None else manifest.SerializeToString()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Final, TypeVar
 
 import trio
 from google.protobuf.message import Message
 
-from ...protocols.framing import MAX_HEADER, MAX_PAYLOAD, MessageStream, PayloadRoom
+from ...protocols.framing import MessageStream, PayloadRoom
+from ...protocols.ids import StreamProtocol
 
 WINDOW: Final = 1 << 20
 """Bytes that the other end may leave unread before `write` waits."""
@@ -167,17 +167,15 @@ def stream_pair(window: int = WINDOW) -> tuple[MemoryStream, MemoryStream]:
 
 
 def message_streams(
-    frame_type: type[F],
+    protocol: StreamProtocol[F],
     one_id: str,
     other_id: str,
     *,
-    max_header: int = MAX_HEADER,
-    max_payload: int = MAX_PAYLOAD,
     ends: tuple[MemoryStream, MemoryStream] | None = None,
     room: PayloadRoom | None = None,
 ) -> tuple[MessageStream[F], MessageStream[F]]:
     """The ends of a message stream between two peers: that of peer `one_id`, then that of `other_id`. It keeps in
     `room` what comes, as a node does of streams that it serves."""
     one, other = stream_pair() if ends is None else ends
-    made = partial(MessageStream[F], frame_type=frame_type, max_header=max_header, max_payload=max_payload)
-    return made(one, peer_id=other_id), made(other, peer_id=one_id, room=room, keeps_room=room is not None)
+    served = MessageStream(other, protocol, one_id, room=room, keeps_room=room is not None)
+    return MessageStream(one, protocol, other_id), served

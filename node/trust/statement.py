@@ -17,7 +17,7 @@ from ...crypto.evidence import (
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
 from ...protocols.framing import wire_nbytes
-from ...protocols.ids import BACKWARD, FORWARD, Span
+from ...protocols.ids import Span
 from ...protocols.inference import (
     MAX_LENGTH,
     Refusal,
@@ -33,6 +33,8 @@ from ...protocols.inference import (
 )
 from ...protocols.prefix import BLOCK_TOKENS, PrefixNames, token_digests
 from ...protocols.training import (
+    BACKWARD,
+    FORWARD,
     NOTHING_KEPT,
     KeptSet,
     LoraName,
@@ -183,11 +185,11 @@ def _batch(bundle: Bundle) -> LoggedBatch:
     receipt = receipt_from_wire(evidence.receipt)
     if not receipt.is_signed_by(bundle.accused):
         raise NotProven(f"the receipt is not signed by {bundle.accused}")
-    if evidence.protocol not in (FORWARD, BACKWARD):
+    if evidence.protocol not in (FORWARD.id, BACKWARD.id):
         raise NotProven(f"{evidence.protocol!r} is no pass")
     work = evidence.work
     keep = evidence.keep if evidence.HasField("keep") else None
-    check_request(work, evidence.protocol == BACKWARD, None, MAX_LENGTH)
+    check_request(work, evidence.protocol == BACKWARD.id, None, MAX_LENGTH)
     if keep is not None:
         shape, span = work.tensors[0].shape, Span(*receipt.span)
         for name, kept_shape in check_kept(keep, span, shape[2]).items():
@@ -204,7 +206,7 @@ def _batch(bundle: Bundle) -> LoggedBatch:
     asked = MicroBatch(work, inputs, None if keep is None else KeptSet.of(keep, kept))
     if asked.hash(evidence.protocol) != receipt.request_hash:
         raise ExchangedTensors("the batch request is not what the server's receipt says that it was asked")
-    answers = 1 + (len(kept) if evidence.protocol == BACKWARD else 0)
+    answers = 1 + (len(kept) if evidence.protocol == BACKWARD.id else 0)
     outputs = tuple(_payload(bundle, f"output.{number}") for number in range(answers))
     if hash_of_payloads(outputs) != receipt.reply_hash:
         raise ExchangedTensors("the answer is not the one that the server signed")

@@ -12,9 +12,8 @@ import trio
 
 from ...crypto.receipts import Receipt, is_countersigned
 from ...protocols import wire_pb2 as wire
-from ...protocols.evidence import EVIDENCE_SIZES, PIECE_BYTES, EvidenceStream, receive_bundle
+from ...protocols.evidence import EVIDENCE_SIZES, RECEIPTS, EvidenceStream, receive_bundle
 from ...protocols.framing import ProtocolError
-from ...protocols.ids import RECEIPTS
 from ...protocols.inference import Refusal, receipt_from_wire
 from ..network.shares import ShareCount
 from ..network.transport.places import Places
@@ -69,9 +68,7 @@ class ReceiptAuditService:
         self._places = Places(AUDITS.max_calls)
         self._bytes = 0
         self._send, self._receive = trio.open_memory_channel[Audit](AUDITS.max_pending)
-        swarm.set_handler(
-            RECEIPTS, wire.EvidenceFrame, self._serve, max_header=EVIDENCE_SIZES.max_header, max_payload=PIECE_BYTES
-        )
+        swarm.set_handler(RECEIPTS, self._serve)
 
     async def next(self) -> Audit:
         """Waits for the next audit."""

@@ -18,9 +18,9 @@ import torch
 import trio
 
 from ...crypto.identity import Identity
-from ...protocols.ids import BACKWARD, FORWARD, Span
+from ...protocols.ids import Span
 from ...protocols.tensors import decode, dtype_name, encode
-from ...protocols.training import KeptSet
+from ...protocols.training import BACKWARD, FORWARD, KeptSet
 from ..client.api.remote import SpanTensors
 from ..client.batch.batch_stream import BatchSpec, micro_batch
 from ..client.chunks import to_chunks

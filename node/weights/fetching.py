@@ -13,12 +13,10 @@ from typing import Final
 
 import trio
 
-from ...protocols import wire_pb2 as wire
 from ...protocols.framing import PeerError, ProtocolError
-from ...protocols.ids import WEIGHTS
 from ...protocols.weights import (
     PIECE_BYTES,
-    WEIGHTS_LIMITS,
+    WEIGHTS_ASKED,
     Offer,
     WeightsStream,
     ask_offer,
@@ -70,14 +68,7 @@ FETCHING: Final = FetchPolicy()
 
 def open_weights(swarm: Swarm, peer_id: str) -> AbstractAsyncContextManager[WeightsStream]:
     """A stream of questions to a peer, closed at the end of the block."""
-    return swarm.open_stream(
-        peer_id,
-        WEIGHTS,
-        wire.WeightsFrame,
-        timeout=FETCHING.open,
-        max_header=WEIGHTS_LIMITS.max_tree,
-        max_payload=PIECE_BYTES,
-    )
+    return swarm.open_stream(peer_id, WEIGHTS_ASKED, timeout=FETCHING.open)
 
 
 async def offer_of(swarm: Swarm, peer_id: str, version: bytes, num_blocks: int) -> Offer | None:

@@ -17,10 +17,10 @@ from typing import Final, Literal, TypeAlias
 import trio
 
 from ...protocols import wire_pb2 as wire
-from ...protocols.ids import WEIGHTS
 from ...protocols.weights import (
     PIECE_BYTES,
     TEXT_FORM,
+    WEIGHTS,
     WEIGHTS_LIMITS,
     Offer,
     Tree,
@@ -148,14 +148,7 @@ class WeightsHolder:
 
     def start(self) -> None:
         """Serves from now on, as long as the swarm is open."""
-        self._swarm.set_handler(
-            WEIGHTS,
-            wire.WeightsFrame,
-            self.serve,
-            max_header=WEIGHTS_LIMITS.max_query,
-            max_payload=PIECE_BYTES,
-            max_streams=2 * HOLDING.places,
-        )
+        self._swarm.set_handler(WEIGHTS, self.serve, max_streams=2 * HOLDING.places)
 
     async def serve(self, stream: WeightsStream) -> None:
         """Answers the questions of one stream until it ends (raises PeerError then)."""

@@ -22,7 +22,8 @@ from petalnode.node.server.requests.service import RequestService
 from petalnode.node.testing import MemoryStream, message_streams, stream_pair
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream, PeerError, StreamClosed, varint
-from petalnode.protocols.inference import receipt_to_wire, sha256
+from petalnode.protocols.ids import StreamProtocol
+from petalnode.protocols.inference import INFERENCE, PUSH, receipt_to_wire, sha256
 from tests.receipts import unsigned
 from tests.swarm.raw import RawSession
 from tests.tiny_models import HIDDEN, NUM_BLOCKS
@@ -49,7 +50,7 @@ class OneServer:
         self._nursery = nursery
 
     def session(self, client: Identity) -> RawSession:
-        stream, _ = self.connect(wire.InferenceFrame, self.service.handle_session, client)
+        stream, _ = self.connect(INFERENCE, self.service.handle_session, client)
         return RawSession(stream, {"blocks": [0, NUM_BLOCKS], "model_version": VERSION.hex()})
 
     def kept_tokens(self) -> int:
@@ -57,14 +58,14 @@ class OneServer:
         return self.service.context.compute.steps.prefixes.tokens
 
     def pusher(self, pusher: Identity) -> PushStream:
-        return self.connect(wire.PushFrame, self.service.handle_push, pusher)[0]
+        return self.connect(PUSH, self.service.handle_push, pusher)[0]
 
     def connect(
-        self, kind: type[F], handler: Callable[[MessageStream[F]], Awaitable[None]], peer: Identity
+        self, protocol: StreamProtocol[F], handler: Callable[[MessageStream[F]], Awaitable[None]], peer: Identity
     ) -> tuple[MessageStream[F], MemoryStream]:
         """The end of `peer`, with and without framing."""
         ends = stream_pair()
-        ours, theirs = message_streams(kind, peer.peer_id, "server", ends=ends)
+        ours, theirs = message_streams(protocol, peer.peer_id, "server", ends=ends)
 
         async def handle() -> None:
             try:

@@ -14,8 +14,8 @@ from petalnode.node.client.deadlines import batch_patience
 from petalnode.node.client.request import WireTensor
 from petalnode.node.swarm.routing import Hop
 from petalnode.protocols.framing import wire_nbytes
-from petalnode.protocols.ids import FORWARD, Span
-from petalnode.protocols.training import MicroBatch
+from petalnode.protocols.ids import Span
+from petalnode.protocols.training import FORWARD, MicroBatch
 from petalnode.protocols.wire_pb2 import Tensor
 
 pytestmark = pytest.mark.virtual_time

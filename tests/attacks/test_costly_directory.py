@@ -25,9 +25,9 @@ from petalnode.node.swarm.view import SwarmView
 from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement
-from petalnode.protocols.directory import MAX_HEADER
+from petalnode.protocols.directory import DIRECTORY
 from petalnode.protocols.framing import varint
-from petalnode.protocols.ids import DIRECTORY, Span
+from petalnode.protocols.ids import Span
 from tests.announcements import MODEL, held, plain, signed
 from tests.attacks.forger import ATTACKER, HONEST
 from tests.directories import Stream, a_directory
@@ -37,7 +37,7 @@ KEYS, STEP = 20, 0.0005
 
 
 def streams() -> tuple[Stream, Stream]:
-    return message_streams(wire.DirectoryFrame, HONEST.peer_id, ATTACKER.peer_id, max_header=MAX_HEADER)
+    return message_streams(DIRECTORY, HONEST.peer_id, ATTACKER.peer_id)
 
 
 def frame_bytes(frame: wire.DirectoryFrame) -> bytes:
@@ -99,7 +99,7 @@ async def test_questions_of_many_keys_have_one_addresss_turns(monkeypatch: pytes
 
     async def serve(ours: Muxer) -> None:
         async def handle(raw: NetStream) -> None:
-            await handlers[DIRECTORY](StreamBytes(raw), str(ours.peer_id))
+            await handlers[DIRECTORY.id](StreamBytes(raw), str(ours.peer_id))
 
         async with trio.open_nursery() as nursery:
             while True:
@@ -111,7 +111,7 @@ async def test_questions_of_many_keys_have_one_addresss_turns(monkeypatch: pytes
 
     asked, limits = directory(), NodeLimits()
     asked.own = signed(HONEST)
-    streams.set_handler(DIRECTORY, wire.DirectoryFrame, asked.serve, max_payload=0)
+    streams.set_handler(DIRECTORY, asked.serve)
     async with AsyncExitStack() as stack:
         nursery = await stack.enter_async_context(trio.open_nursery())
         others = []

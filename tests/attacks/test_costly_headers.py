@@ -15,7 +15,7 @@ from petalnode.node.testing import message_streams
 from petalnode.node.trust.bundle import BUNDLE, BadBundle, Bundle
 from petalnode.node.trust.evidence_gossip import fetch_bundle
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.evidence import EVIDENCE_SIZES, send_bundle
+from petalnode.protocols.evidence import EVIDENCE, EVIDENCE_SIZES, send_bundle
 from tests.attacks.forger import ATTACKER
 from tests.slowness import Slowness
 
@@ -71,7 +71,7 @@ async def test_costly_evidence_is_refused_beside_the_event_loop(name: str, slown
     data = COSTLY[name]()
     assert len(data) <= EVIDENCE_SIZES.max_shared
 
-    ours, theirs = message_streams(wire.EvidenceFrame, "honest", "attacker")
+    ours, theirs = message_streams(EVIDENCE, "honest", "attacker")
     watch = Longest()
 
     async def send() -> None:

@@ -13,6 +13,7 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.span import BlockSpan
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
+from petalnode.protocols.inference import INFERENCE
 from tests.attacks.one_server import one_server
 from tests.noted_blocks import NotedBlocks
 from tests.swarm.raw import RawSession, values
@@ -125,9 +126,7 @@ async def test_client_lost_while_resuming_holds_no_cache(blocks: BlockSpan) -> N
             await first.stream.reset()
             await trio.testing.wait_all_tasks_blocked()
             handle = server.service.handle_session
-            stream, _ = server.connect(
-                wire.InferenceFrame, lambda served: handle(WatchedStream(served, sent=break_it)), client
-            )
+            stream, _ = server.connect(INFERENCE, lambda served: handle(WatchedStream(served, sent=break_it)), client)
             resume = wire.Resume(nonce=first.nonce, session_epoch=first.granted.session_epoch, attempt=1)
             await stream.send(wire.InferenceFrame(resume=resume), timeout=10)
             with pytest.raises(PeerError):

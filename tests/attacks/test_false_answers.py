@@ -17,10 +17,11 @@ from petalnode.node.network.shares import Turns
 from petalnode.node.server.lifecycle.other_servers import answer_transfers
 from petalnode.node.testing import message_streams, run_autojumping, stream_pair
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.credits import ask_clearing, ask_credit, ask_voucher, serve_credits
-from petalnode.protocols.directory import DIRECTORY_LIMITS, measure_transfer
-from petalnode.protocols.evidence import check_pick, receive_bundle, send_bundle
+from petalnode.protocols.credits import CREDITS, ask_clearing, ask_credit, ask_voucher, serve_credits
+from petalnode.protocols.directory import DIRECTORY_LIMITS, TRANSFER, measure_transfer
+from petalnode.protocols.evidence import EVIDENCE, check_pick, receive_bundle, send_bundle
 from petalnode.protocols.framing import MessageStream, PeerError, ProtocolError, StreamClosed
+from petalnode.protocols.ids import StreamProtocol
 from petalnode.protocols.inference import Refusal
 
 ISSUER, HOLDER, OTHER = (Identity.from_seed(bytes([number]) * 32) for number in (31, 32, 33))
@@ -29,10 +30,10 @@ Stream = MessageStream[Any]
 End = Callable[[Stream], Awaitable[Any]]
 
 
-def converse(kind: type[Message], ours: End, theirs: End) -> Any:
+def converse(protocol: StreamProtocol[Any], ours: End, theirs: End) -> Any:
     """What `ours` returns or raises, on a stream to the other end."""
     ends = stream_pair(window=1 << 23)
-    near, far = message_streams(kind, HOLDER.peer_id, ISSUER.peer_id, ends=ends)
+    near, far = message_streams(protocol, HOLDER.peer_id, ISSUER.peer_id, ends=ends)
     return run_autojumping(_converse, ours, near, theirs, far)
 
 
@@ -83,13 +84,13 @@ class Bank:
 
 
 QUERY = CreditQuery(ISSUER.peer_id, HOLDER.peer_id, 1).signed(HOLDER)
-TRANSFER = Transfer(ISSUER.peer_id, HOLDER.peer_id, OTHER.peer_id, 5, 1, 100).signed(HOLDER)
+SPENT = Transfer(ISSUER.peer_id, HOLDER.peer_id, OTHER.peer_id, 5, 1, 100).signed(HOLDER)
 ORDER = DepositOrder(ISSUER.peer_id, HOLDER.peer_id, 50, 1000, 2).signed(HOLDER)
-ASKED: list[tuple[Any, Any]] = [(ask_credit, QUERY), (ask_clearing, TRANSFER), (ask_voucher, ORDER)]
+ASKED: list[tuple[Any, Any]] = [(ask_credit, QUERY), (ask_clearing, SPENT), (ask_voucher, ORDER)]
 
 
 def ask(question: Any, statement: Any, theirs: End) -> Any:
-    return converse(wire.CreditsFrame, lambda stream: question(stream, statement, timeout=TIMEOUT), theirs)
+    return converse(CREDITS, lambda stream: question(stream, statement, timeout=TIMEOUT), theirs)
 
 
 def serving(bank: Bank) -> End:
@@ -102,10 +103,10 @@ def serving(bank: Bank) -> End:
 def test_what_an_issuer_has_signed_is_taken() -> None:
     credit, clearing, voucher = (ask(question, statement, serving(Bank())) for question, statement in ASKED)
     assert (credit.points, credit.holder, credit.is_signed) == (7, HOLDER.peer_id, True)
-    assert clearing.transfer == TRANSFER and clearing.is_signed
+    assert clearing.transfer == SPENT and clearing.is_signed
     assert voucher == sign_voucher(ISSUER, HOLDER.peer_id, 50, 1000)
     with pytest.raises(Refusal, match="do not suffice"):
-        ask(ask_clearing, TRANSFER, serving(Bank(points=9)))
+        ask(ask_clearing, SPENT, serving(Bank(points=9)))
 
 
 @pytest.mark.parametrize(("question", "statement"), ASKED)
@@ -146,16 +147,14 @@ def test_an_issuer_answers_orders_only_and_goes_on() -> None:
         assert (await ask_credit(stream, QUERY, timeout=TIMEOUT)).points == 7
         return codes
 
-    assert converse(wire.CreditsFrame, ours, serving(Bank())) == [wire.ERROR_BAD_REQUEST] * 3
+    assert converse(CREDITS, ours, serving(Bank())) == [wire.ERROR_BAD_REQUEST] * 3
 
 
 # --- evidence
 
 
 def receive(limit: int, theirs: End) -> bytes:
-    data: bytes = converse(
-        wire.EvidenceFrame, lambda stream: receive_bundle(stream, limit=limit, timeout=TIMEOUT), theirs
-    )
+    data: bytes = converse(EVIDENCE, lambda stream: receive_bundle(stream, limit=limit, timeout=TIMEOUT), theirs)
     return data
 
 
@@ -233,7 +232,7 @@ def test_speed_of_way_is_that_of_its_bytes() -> None:
     async def theirs(stream: Stream) -> None:
         await answer_transfers(Turns(), stream)
 
-    seconds = converse(wire.TransferFrame, lambda stream: measure_transfer(stream, timeout=TIMEOUT), theirs)
+    seconds = converse(TRANSFER, lambda stream: measure_transfer(stream, timeout=TIMEOUT), theirs)
     assert 0 < seconds < 1
 
 
@@ -242,7 +241,7 @@ def test_other_bytes_than_were_asked_for_measure_nothing(size: int) -> None:
     answer = wire.TransferFrame(tensors=[wire.Tensor(nbytes=size)])
     with pytest.raises(ProtocolError, match="other than 1 bytes"):
         converse(
-            wire.TransferFrame,
+            TRANSFER,
             lambda stream: measure_transfer(stream, timeout=TIMEOUT),
             saying(answer, payloads=(bytes(size),)),
         )
@@ -272,7 +271,7 @@ def test_nobody_sends_more_than_a_measurement_takes(wanted: int, answered: int) 
             pass
         await stream.close()
 
-    assert converse(wire.TransferFrame, ours, theirs) == answered
+    assert converse(TRANSFER, ours, theirs) == answered
 
 
 def test_order_of_nobody_is_refused_alone() -> None:
@@ -289,6 +288,6 @@ def test_order_of_nobody_is_refused_alone() -> None:
             bodies.append(f"{answer.error.code} {answer.error.message}")
         return bodies
 
-    first, second, third = converse(wire.CreditsFrame, orders, serving(Bank()))
+    first, second, third = converse(CREDITS, orders, serving(Bank()))
     assert all(said.startswith(f"{wire.ERROR_BAD_REQUEST} ") for said in (first, second, third))
     assert "not credit" in second and "can be asked for" in third and "can be asked for" not in first

@@ -21,7 +21,7 @@ from petalnode.protocols.announcement import (
     is_expired,
     sign_announcement,
 )
-from petalnode.protocols.directory import MAX_HEADER
+from petalnode.protocols.directory import DIRECTORY
 from petalnode.protocols.ids import Span
 from tests.announcements import MODEL, held, signed
 from tests.attacks.forger import ATTACKER, HONEST
@@ -145,7 +145,7 @@ async def test_asking_an_attacker_keeps_what_honest_peers_told(monkeypatch: pyte
     async with trio.open_nursery() as nursery:
 
         async def open_stream(peer_id: str, _timeout: float) -> Stream:
-            ours, theirs = message_streams(wire.DirectoryFrame, "us", peer_id, max_header=MAX_HEADER)
+            ours, theirs = message_streams(DIRECTORY, "us", peer_id)
             nursery.start_soon(answer, theirs, pages[peer_id])
             return ours
 

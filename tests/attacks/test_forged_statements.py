@@ -16,7 +16,7 @@ from petalnode.node.trust.bundle import Bundle, batch_bundle, equivocation_bundl
 from petalnode.node.trust.receipt_log import LoggedBatch, SessionLog
 from petalnode.node.trust.statement import SelfProven, SessionClaim, check_statement
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.ids import BACKWARD, FORWARD, Span
+from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import (
     MAX_BATCH,
     MAX_LENGTH,
@@ -27,7 +27,7 @@ from petalnode.protocols.inference import (
     root_of,
     sha256,
 )
-from petalnode.protocols.training import MICRO_BATCH_TOKENS, KeptSet, MicroBatch, hash_of_payloads
+from petalnode.protocols.training import BACKWARD, FORWARD, MICRO_BATCH_TOKENS, KeptSet, MicroBatch, hash_of_payloads
 from tests.attacks.forger import ATTACKER, altered, signed_anew
 from tests.messages import opening
 from tests.receipts import unsigned
@@ -246,13 +246,13 @@ def test_what_is_no_peer_id_contradicts_itself() -> None:
 
 
 def batch(
-    protocol: str = FORWARD, shape: Sequence[int] = (2, 3, HIDDEN), keep: wire.Keep | None = None, **request: Any
+    protocol: str = FORWARD.id, shape: Sequence[int] = (2, 3, HIDDEN), keep: wire.Keep | None = None, **request: Any
 ) -> LoggedBatch:
     """A reply that the server has signed, as its client logs it."""
-    count = 2 if protocol == BACKWARD else 1
+    count = 2 if protocol == BACKWARD.id else 1
     asked = wire.BatchRequest(**{"sequence": 1, "tensors": [tensor(*shape)] * count} | request)
     kept = tuple(b"kept %d" % number for number in range(len(keep.tensors) if keep else 0))
-    outputs = (b"out", *(kept if protocol == BACKWARD else ()))
+    outputs = (b"out", *(kept if protocol == BACKWARD.id else ()))
     inputs = tuple(b"in %d" % number for number in range(count))
     batch = MicroBatch(asked, inputs, None if keep is None else KeptSet.of(keep, kept))
     logged = LoggedBatch(SERVER.peer_id, protocol, receipt(), batch, outputs)
@@ -267,7 +267,7 @@ LORA = ("2.mlp.lora_A", (2, 3))
 LONG = MICRO_BATCH_TOKENS // 2
 TAKEN: dict[str, dict[str, Any]] = {
     "forward": {},
-    "backward": {"protocol": BACKWARD},
+    "backward": {"protocol": BACKWARD.id},
     "as many tokens as go": {"shape": (2, LONG, HIDDEN)},
     "one long row": {"shape": (1, MAX_LENGTH, HIDDEN)},
     "many rows": {"shape": (MAX_BATCH, 1, HIDDEN)},
@@ -275,16 +275,16 @@ TAKEN: dict[str, dict[str, Any]] = {
     "positions": {"positions": [0, 1, 2, 0, 1, MAX_LENGTH - 1]},
     "prompts for all rows": {"keep": keeping(("prompts", (3, 1, 3, HIDDEN)))},
     "prompts for each row": {"keep": keeping(("prompts", (3, 2, 1, HIDDEN)))},
-    "LoRA": {"keep": keeping(LORA, ("1.mlp.lora_B", (1, 1)), ("3.x.lora_A", (9, 9))), "protocol": BACKWARD},
+    "LoRA": {"keep": keeping(LORA, ("1.mlp.lora_B", (1, 1)), ("3.x.lora_A", (9, 9))), "protocol": BACKWARD.id},
 }
 NOT_TAKEN: dict[str, tuple[str, dict[str, Any]]] = {
     "no pass at all": ("no pass", {"protocol": "/petalnode/inference/1"}),
     "no tensor": ("takes 1 tensors", {"tensors": []}),
     "two tensors": ("takes 1 tensors", {"tensors": [tensor(2, 3, HIDDEN)] * 2}),
-    "no gradient": ("takes 2 tensors", {"protocol": BACKWARD, "tensors": [tensor(2, 3, HIDDEN)]}),
+    "no gradient": ("takes 2 tensors", {"protocol": BACKWARD.id, "tensors": [tensor(2, 3, HIDDEN)]}),
     "another gradient": (
         "not of what comes of hidden states",
-        {"protocol": BACKWARD, "tensors": [tensor(2, 3, HIDDEN), tensor(2, 4, HIDDEN)]},
+        {"protocol": BACKWARD.id, "tensors": [tensor(2, 3, HIDDEN), tensor(2, 4, HIDDEN)]},
     ),
     "two dimensions": ("is not .rows up to", {"shape": (2, 3)}),
     "four dimensions": ("is not .rows up to", {"shape": (2, 3, HIDDEN, 1)}),
@@ -330,7 +330,7 @@ def test_no_server_takes_such_a_batch(name: str) -> None:
         check_statement(batch_bundle(ATTACKER, batch(**fields)))
 
 
-KEPT = {"protocol": BACKWARD, "keep": keeping(LORA)}
+KEPT = {"protocol": BACKWARD.id, "keep": keeping(LORA)}
 OTHER = "the batch request is not what"
 BATCH_LIES: dict[str, tuple[Change, type[NotProven], str]] = {
     "another batch request": (lambda evidence, payloads: setattr(evidence.work.work, "sequence", 2), NotProven, OTHER),

@@ -16,7 +16,7 @@ from petalnode.node.swarm.routing import Hop
 from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
-from petalnode.protocols.inference import STEP_TOKENS
+from petalnode.protocols.inference import INFERENCE, STEP_TOKENS
 
 CLIENT, SERVER = Identity.generate().peer_id, Identity.generate().peer_id
 EPOCH = b"e" * 16
@@ -25,7 +25,7 @@ EPOCH = b"e" * 16
 @asynccontextmanager
 async def a_granted(batch: int = 1, **numbers: int) -> AsyncIterator[Any]:
     """Has a client take up a session that the server grants with these numbers."""
-    ours, theirs = message_streams(wire.InferenceFrame, CLIENT, SERVER)
+    ours, theirs = message_streams(INFERENCE, CLIENT, SERVER)
     answer = wire.Granted(**{"session_epoch": EPOCH, "codec": "none", "max_step_tokens": 1, **numbers})
     await theirs.send(wire.InferenceFrame(granted=answer), timeout=10)
     spec = SessionSpec(b"v" * 32, Span(0, 1), batch=batch, max_length=100)

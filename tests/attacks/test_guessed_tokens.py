@@ -18,8 +18,8 @@ from petalnode.node.models import compute_manifest
 from petalnode.node.models.folder import ModelFolder
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.ids import PUSH, Span
-from petalnode.protocols.inference import hash_of_step, sha256
+from petalnode.protocols.ids import Span
+from petalnode.protocols.inference import PUSH, hash_of_step, sha256
 from petalnode.protocols.tensors import encode
 from tests.inspection import session_of
 from tests.signing_server import SigningServer
@@ -52,7 +52,7 @@ def test_receipt_names_token_of_decode_step(folder: ModelFolder, token: int) -> 
 def pushes(swarm: MemorySwarm, sender: MemoryServer, receiver: MemoryServer) -> int:
     """Streams for pushes between two servers."""
     return swarm.change(
-        lambda network: [name for name, _ in network.link(sender.peer_id, receiver.peer_id).streams].count(PUSH)
+        lambda network: [name for name, _ in network.link(sender.peer_id, receiver.peer_id).streams].count(PUSH.id)
     )
 
 

@@ -20,16 +20,16 @@ from petalnode.node.swarm.streams import SHARES
 from petalnode.node.testing import MemoryNetwork, MemoryNode, open_network
 from petalnode.node.validator.auditing import AUDITS
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.credits import ask_credit
+from petalnode.protocols.credits import CREDITS, ask_credit
 from petalnode.protocols.framing import MessageStream, PeerError, StreamClosed
-from petalnode.protocols.ids import CREDITS
+from petalnode.protocols.ids import StreamProtocol
 from petalnode.protocols.inference import Refusal
 from tests.origins import At
 
 pytestmark = pytest.mark.virtual_time
 
-ECHO = "/petalnode/test/echo/1"
 Frame = wire.PushFrame
+ECHO = StreamProtocol("/petalnode/test/echo/1", Frame)
 
 
 @pytest.mark.parametrize("most", [AUDITS.max_calls, ISSUER.max_streams])
@@ -134,20 +134,20 @@ async def test_one_addresss_keys_leave_streams_for_others() -> None:
     async with open_network() as network:
         node, honest, *attackers = [network.node() for _ in range(32)]
         network.origins = {attacker.peer_id: "10.0.0.1" for attacker in attackers}
-        node.set_handler(ECHO, Frame, echo, max_streams=8 * SHARES.least_served)
+        node.set_handler(ECHO, echo, max_streams=8 * SHARES.least_served)
         for attacker in attackers:
             for _ in range(8):
-                stream = await attacker.new_stream(node.peer_id, ECHO, Frame, timeout=1)
+                stream = await attacker.new_stream(node.peer_id, ECHO, timeout=1)
                 with suppress(StreamClosed):
                     await stream.send(Frame(), timeout=1)
         for _ in range(2):  # what is given back may be had again
             async with AsyncExitStack() as stack:
                 for _ in range(2 * SHARES.least_served):
-                    opening = honest.open_stream(node.peer_id, ECHO, Frame, timeout=1)
+                    opening = honest.open_stream(node.peer_id, ECHO, timeout=1)
                     stream = await stack.enter_async_context(opening)
                     await stream.send(Frame(), timeout=1)
                     await stream.receive(timeout=1)
-                refused = await honest.new_stream(node.peer_id, ECHO, Frame, timeout=1)
+                refused = await honest.new_stream(node.peer_id, ECHO, timeout=1)
                 with pytest.raises(StreamClosed):
                     await refused.receive(timeout=1)
             await wait_all_tasks_blocked()
@@ -159,7 +159,7 @@ async def test_an_issuer_answers_beside_keys_that_ask_nothing(tmp_path: Path) ->
     async def silent(attacker: MemoryNode) -> None:
         while True:
             with suppress(PeerError):
-                stream = await attacker.new_stream(issuer.peer_id, CREDITS, wire.CreditsFrame, timeout=1)
+                stream = await attacker.new_stream(issuer.peer_id, CREDITS, timeout=1)
                 await stream.receive(timeout=2 * ISSUER.idle_timeout)
             await trio.sleep(0.1)
 
@@ -173,7 +173,7 @@ async def test_an_issuer_answers_beside_keys_that_ask_nothing(tmp_path: Path) ->
                 nursery.start_soon(silent, attacker)
             await trio.sleep(5)
             query = CreditQuery(issuer.peer_id, honest.peer_id, now_ms()).signed(honest.identity)
-            async with honest.open_stream(issuer.peer_id, CREDITS, wire.CreditsFrame, timeout=1) as stream:
+            async with honest.open_stream(issuer.peer_id, CREDITS, timeout=1) as stream:
                 assert (await ask_credit(stream, query, timeout=5)).points == 0
             nursery.cancel_scope.cancel()
 

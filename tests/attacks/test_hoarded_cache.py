@@ -22,8 +22,7 @@ from petalnode.node.server.budget import BUDGETS, BudgetFull, BudgetPolicy, Hold
 from petalnode.node.server.requests.request import REQUESTS, OpenCount
 from petalnode.node.testing.memory_servers import memory_swarm
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.ids import INFERENCE
-from petalnode.protocols.inference import Refusal
+from petalnode.protocols.inference import INFERENCE, Refusal
 from tests.attacks.one_server import OneServer, one_server
 from tests.swarm.raw import RawSession, values
 from tests.tiny_models import VOCABULARY, load_whole
@@ -277,6 +276,6 @@ def test_client_that_lost_its_cache_goes_on_elsewhere(folder: ModelFolder, monke
             swarm.call(open_raw, swarm.network, first.ready)
             out = model.generate(begun, max_new_tokens=4, **options)
             links = swarm.change(lambda network: network.links_of(second.peer_id))
-            assert any(list(link.live(INFERENCE)) for link in links)
+            assert any(list(link.live(INFERENCE.id)) for link in links)
         whole = load_whole(path)
         assert out.tolist() == whole.generate(ids, max_new_tokens=8, pad_token_id=0, do_sample=False).tolist()

@@ -25,7 +25,7 @@ from petalnode.protocols.announcement import (
     SignedAnnouncement,
     open_signed,
 )
-from petalnode.protocols.directory import MAX_HEADER
+from petalnode.protocols.directory import DIRECTORY
 from petalnode.protocols.framing import PeerError, StreamClosed
 from petalnode.protocols.ids import Span
 from tests import announcements
@@ -179,7 +179,7 @@ async def test_directorys_marks_take_nobody_out_of_a_view() -> None:
     async def open_stream(peer_id: str, _timeout: float) -> Stream:
         if peer_id == HONEST.peer_id:
             raise StreamClosed("no way there", peer_id)
-        return message_streams(wire.DirectoryFrame, "us", peer_id, max_header=MAX_HEADER)[0]
+        return message_streams(DIRECTORY, "us", peer_id)[0]
 
     there = a_directory(ATTACKER, open_stream)
     record = signed(HONEST, now=time.time() - 100)

@@ -22,7 +22,7 @@ from petalnode.node.client.session import chain
 from petalnode.node.errors import SwarmError
 from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.ids import INFERENCE
+from petalnode.protocols.inference import INFERENCE
 from tests.greedy import generate, prompt
 from tests.inspection import allow_servers, client_of
 from tests.swarm.faulty_server import order

@@ -13,7 +13,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamReset
 from petalnode.node.network.transport.limits import WORK, NodeLimits
 from petalnode.node.network.transport.muxed_stream import WOKEN_AT_ONCE, MuxedStream
 from petalnode.node.network.transport.yamux import Muxer
-from petalnode.protocols.ids import INFERENCE
+from petalnode.protocols.inference import INFERENCE
 from tests.memory_muxer import MemoryRaw, OtherEnd, muxer, settled
 
 pytestmark = pytest.mark.virtual_time
@@ -60,7 +60,7 @@ async def read_streams(
                 other.open(2 * number + 1)
             for _ in range(streams):
                 stream = await ours.accept_stream()
-                stream.agree(INFERENCE)  # of those that name no protocol an address has few
+                stream.agree(INFERENCE.id)  # of those that name no protocol an address has few
                 nursery.start_soon(_read, stream, origin, ends)
         await settled()
         yield made

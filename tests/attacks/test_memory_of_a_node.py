@@ -21,11 +21,11 @@ from petalnode.node.swarm.streams import SHARES
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.node.testing import message_streams, open_network, stream_pair
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.directory import DIRECTORY_LIMITS
-from petalnode.protocols.framing import MAX_PAYLOAD, MessageStream, PeerError, StreamClosed
-from petalnode.protocols.ids import Span
-from petalnode.protocols.inference import EPOCH_BYTES, Refusal
-from petalnode.protocols.training import PIECE_BYTES, receive_pieces
+from petalnode.protocols.directory import DIRECTORY_LIMITS, TRANSFER
+from petalnode.protocols.framing import MessageStream, PeerError, StreamClosed
+from petalnode.protocols.ids import Span, StreamProtocol
+from petalnode.protocols.inference import EPOCH_BYTES, INFERENCE, Refusal
+from petalnode.protocols.training import FORWARD, PIECE_BYTES, receive_pieces
 from tests.attacks.one_server import header_of
 from tests.node_inspection import raw_of
 
@@ -33,9 +33,10 @@ pytestmark = pytest.mark.virtual_time
 
 TIMEOUT = 120.0
 STREAMS = 12
-ECHO = "/petalnode/test/echo/1"
 MIB = 1 << 20
 Frame = wire.PushFrame
+ECHO = StreamProtocol("/petalnode/test/echo/1", Frame)
+MAX_PAYLOAD = ECHO.max_payload
 
 
 async def echo(stream: MessageStream[wire.PushFrame]) -> None:
@@ -46,7 +47,7 @@ async def echo(stream: MessageStream[wire.PushFrame]) -> None:
 
 
 async def echoed(swarm: Swarm, peer_id: str, nbytes: int) -> None:
-    async with swarm.open_stream(peer_id, ECHO, Frame, timeout=TIMEOUT) as stream:
+    async with swarm.open_stream(peer_id, ECHO, timeout=TIMEOUT) as stream:
         async with trio.open_nursery() as nursery:
             frame = Frame(tensors=[wire.Tensor()])
             nursery.start_soon(partial(stream.send, frame, [bytes(nbytes)], timeout=TIMEOUT))
@@ -66,11 +67,11 @@ async def test_endless_payloads_take_no_more_than_a_share() -> None:
             open_swarm(SwarmConfig(Identity.generate(), peers=tuple(node.addrs))) as honest,
             open_swarm(SwarmConfig(Identity.generate(), peers=tuple(node.addrs))) as attacker,
         ):
-            node.set_handler(ECHO, Frame, echo)
+            node.set_handler(ECHO, echo)
             done_once, is_done = trio.open_memory_channel[None](STREAMS)
 
             async def fill() -> None:
-                stream = await attacker.new_stream(node.peer_id, ECHO, Frame, timeout=TIMEOUT)
+                stream = await attacker.new_stream(node.peer_id, ECHO, timeout=TIMEOUT)
                 raw = raw_of(stream)
                 await raw.write(header)
                 for start in range(0, len(nearly_all), 1 << 16):
@@ -96,7 +97,7 @@ def hostile_server() -> tuple[SessionStream, Any]:
     """A client's session, and the bytes that its server writes."""
     ends = stream_pair()
     peer_id = Identity.generate().peer_id
-    stream, _ = message_streams(wire.InferenceFrame, "client", peer_id, ends=ends)
+    stream, _ = message_streams(INFERENCE, "client", peer_id, ends=ends)
     hop = Hop(peer_id, Span(0, 1))
     return SessionStream(stream, hop, SessionSpec(bytes(32), Span(0, 1), 1, 64), "client"), ends[1]
 
@@ -135,13 +136,13 @@ async def test_client_waits_for_no_oversized_answer(answer: wire.InferenceFrame)
 async def test_one_peer_leaves_streams_of_protocol_for_others() -> None:
     async with open_network() as network:
         node, honest, attacker = network.node(), network.node(), network.node()
-        node.set_handler(ECHO, Frame, echo, max_streams=4 * SHARES.least_served)
+        node.set_handler(ECHO, echo, max_streams=4 * SHARES.least_served)
         for _ in range(100):
-            await attacker.new_stream(node.peer_id, ECHO, Frame, timeout=1)
-        refused = await attacker.new_stream(node.peer_id, ECHO, Frame, timeout=1)
+            await attacker.new_stream(node.peer_id, ECHO, timeout=1)
+        refused = await attacker.new_stream(node.peer_id, ECHO, timeout=1)
         with pytest.raises(StreamClosed):
             await refused.receive(timeout=1)
-        streams = [await honest.new_stream(node.peer_id, ECHO, Frame, timeout=1) for _ in range(SHARES.least_served)]
+        streams = [await honest.new_stream(node.peer_id, ECHO, timeout=1) for _ in range(SHARES.least_served)]
         for stream in streams:
             await stream.send(Frame(), timeout=1)
             await stream.receive(timeout=1)
@@ -158,7 +159,7 @@ async def test_peers_that_stand_still_keep_no_turns(begun: bytes) -> None:
     turns = Turns(TRANSFERS.at_once, TRANSFERS.contended)
 
     async def serve(peer_id: str, ends: Any) -> None:
-        _, stream = message_streams(wire.TransferFrame, peer_id, "node", ends=ends)
+        _, stream = message_streams(TRANSFER, peer_id, "node", ends=ends)
         try:
             await answer_transfers(turns, stream)
         except PeerError:
@@ -172,7 +173,7 @@ async def test_peers_that_stand_still_keep_no_turns(begun: bytes) -> None:
         await trio.sleep(0.1)
         ends = stream_pair()
         nursery.start_soon(serve, "honest", ends)
-        ours, _ = message_streams(wire.TransferFrame, "honest", "node", ends=ends)
+        ours, _ = message_streams(TRANSFER, "honest", "node", ends=ends)
         for size in (1, 1, DIRECTORY_LIMITS.transfer_bytes):
             await ours.send(wire.TransferFrame(wanted=size, tensors=[wire.Tensor()]), [bytes(size)], timeout=3)
             _, [payload] = await ours.receive(timeout=3)
@@ -186,7 +187,7 @@ async def test_peers_that_stand_still_keep_no_turns(begun: bytes) -> None:
 async def test_pieces_of_one_byte_end_at_last() -> None:
     """A server has memory reserved for a batch from when its pieces begin to come."""
     ends = stream_pair()
-    ours, theirs = message_streams(wire.BatchFrame, "one", "other", ends=ends)
+    ours, theirs = message_streams(FORWARD, "one", "other", ends=ends)
     start = trio.current_time()
 
     async def trickle() -> None:

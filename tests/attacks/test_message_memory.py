@@ -10,7 +10,8 @@ from petalnode.node.network.transport.memory import budgets_of
 from petalnode.node.swarm.streams import ReceivedBytes
 from petalnode.node.testing import message_streams, stream_pair
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.framing import MAX_PAYLOAD, MessageStream
+from petalnode.protocols.framing import MessageStream
+from petalnode.protocols.inference import INFERENCE
 from tests.attacks.one_server import header_of
 
 pytestmark = pytest.mark.virtual_time
@@ -33,9 +34,9 @@ class Node:
 
     async def send(self, address: str, key: str, nbytes: int, payload: bytes = b"", granted: bool = True) -> trio.Event:
         """Sends what a message begins with; the event is set once all of it has come."""
-        ends, has_come = stream_pair(MAX_PAYLOAD), trio.Event()
+        ends, has_come = stream_pair(INFERENCE.max_payload), trio.Event()
         ends[1].origin = address
-        _, stream = message_streams(wire.InferenceFrame, key, "node", ends=ends, room=self.refusing)
+        _, stream = message_streams(INFERENCE, key, "node", ends=ends, room=self.refusing)
         if granted:
             stream.grant()
 
@@ -58,7 +59,7 @@ async def attack(node: Node, nbytes: int, granted: bool) -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "granted", "most"),
-    [(4 * MIB, True, 64 * MIB), (MAX_PAYLOAD, True, 64 * MIB), (MIB, False, 16 * MIB)],
+    [(4 * MIB, True, 64 * MIB), (INFERENCE.max_payload, True, 64 * MIB), (MIB, False, 16 * MIB)],
 )
 async def test_messages_of_many_keys_that_never_end(nbytes: int, granted: bool, most: int) -> None:
     """They took 384 MiB. An honest message, as large as a step usually is, waits for none of them."""
@@ -77,7 +78,7 @@ async def test_messages_of_many_keys_that_never_end(nbytes: int, granted: bool, 
 async def test_one_client_alone_sends_any_messages_at_once() -> None:
     async with trio.open_nursery() as nursery:
         node = Node(nursery)
-        assert (await node.send("198.51.100.7", "alone", MAX_PAYLOAD, bytes(MAX_PAYLOAD))).is_set()
+        assert (await node.send("198.51.100.7", "alone", INFERENCE.max_payload, bytes(INFERENCE.max_payload))).is_set()
         for _ in range(10):
             await node.send("198.51.100.7", "alone", MIB)
         assert node.taken == 10 * MIB

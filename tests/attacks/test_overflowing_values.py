@@ -14,10 +14,9 @@ from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.node.verification.judging import distance, judge_distance, kept_distances
 from petalnode.node.verification.tolerances import Kind, Tolerance, find_tolerance
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.ids import FORWARD
 from petalnode.protocols.inference import Refusal
 from petalnode.protocols.tensors import decode, encode, largest
-from petalnode.protocols.training import BatchTerms, MicroBatch
+from petalnode.protocols.training import FORWARD, BatchTerms, MicroBatch
 from tests.attacks.forger import ATTACKER, hidden
 from tests.signing_server import SigningServer, probed
 
@@ -86,7 +85,7 @@ def test_batchs_infinite_answer_is_refused(coarse: SigningServer, codec: str, va
     terms = BatchTerms(coarse.version, coarse.span, codec, "float32", bytes(16))
     described, payload = encode(with_value(value), codec)
     request = wire.BatchRequest(sequence=1, tensors=[described])
-    unpacked = unpack_request(FORWARD, terms, MicroBatch(request, (bytearray(payload),)))
+    unpacked = unpack_request(FORWARD.id, terms, MicroBatch(request, (bytearray(payload),)))
     with pytest.raises(Refusal):
         run_through(run_request(unpacked, SpanPasses(coarse.blocks, 1 << 30)))
 

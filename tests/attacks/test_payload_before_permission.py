@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import trio
 
@@ -13,15 +15,18 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
 from petalnode.node.testing import message_streams, stream_pair
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.directory import MAX_HEADER
-from petalnode.protocols.framing import MAX_PAYLOAD, StreamClosed
-from petalnode.protocols.ids import DIRECTORY, MANIFEST
+from petalnode.protocols.directory import DIRECTORY, MANIFEST
+from petalnode.protocols.framing import StreamClosed
+from petalnode.protocols.ids import StreamProtocol
+from petalnode.protocols.inference import INFERENCE, PUSH
+from petalnode.protocols.training import FORWARD
 from tests.attacks.granted_session import CLIENT, STRANGER, TIMEOUT, UPSTREAM
 from tests.attacks.one_server import OneServer, header_of, one_server, pushed
 from tests.swarm.raw import RawSession, values
 from tests.tiny_models import HIDDEN
 
-LARGE = wire.Tensor(shape=[1, MAX_PAYLOAD // (4 * HIDDEN), HIDDEN], dtype="float32", codec="none", nbytes=MAX_PAYLOAD)
+MOST = INFERENCE.max_payload
+LARGE = wire.Tensor(shape=[1, MOST // (4 * HIDDEN), HIDDEN], dtype="float32", codec="none", nbytes=MOST)
 
 
 async def opened(server: OneServer) -> RawSession:
@@ -60,7 +65,7 @@ async def test_a_push_is_refused_by_its_header(pusher: Identity, frame: object, 
             push = frame(session)  # type: ignore[operator]
             del push.tensors[:]
             push.tensors.append(LARGE)
-            stream, raw = server.connect(wire.PushFrame, server.service.handle_push, pusher)
+            stream, raw = server.connect(PUSH, server.service.handle_push, pusher)
             await raw.write(header_of(push))
             answer, _ = await stream.receive(timeout=TIMEOUT)
             assert answer.error.code == code
@@ -69,7 +74,7 @@ async def test_a_push_is_refused_by_its_header(pusher: Identity, frame: object, 
 async def test_a_step_is_refused_by_its_header(blocks: BlockSpan) -> None:
     with trio.fail_after(TIMEOUT):
         async with one_server(blocks) as server:
-            stream, raw = server.connect(wire.InferenceFrame, server.service.handle_session, CLIENT)
+            stream, raw = server.connect(INFERENCE, server.service.handle_session, CLIENT)
             session = RawSession(stream, server.session(STRANGER).ready)
             await session.open()
             step = wire.InferenceFrame(step=wire.Step(sequence=1, route_epoch=1), tensors=[LARGE])
@@ -81,12 +86,12 @@ async def test_a_step_is_refused_by_its_header(blocks: BlockSpan) -> None:
 async def test_what_opens_a_stream_carries_no_tensors(blocks: BlockSpan) -> None:
     with trio.fail_after(TIMEOUT):
         async with one_server(blocks) as server:
-            for kind, handler in (
-                (wire.InferenceFrame, server.service.handle_session),
-                (wire.BatchFrame, server.service.handle_forward),
+            for protocol, handler in (
+                (INFERENCE, server.service.handle_session),
+                (FORWARD, server.service.handle_forward),
             ):
-                stream, raw = server.connect(kind, handler, STRANGER)  # type: ignore[type-var, arg-type]
-                await raw.write(header_of(kind(tensors=[LARGE])))
+                stream, raw = server.connect(protocol, handler, STRANGER)  # type: ignore[type-var, arg-type]
+                await raw.write(header_of(protocol.frame(tensors=[LARGE])))
                 with pytest.raises(StreamClosed):
                     await stream.receive(timeout=TIMEOUT)
 
@@ -103,7 +108,7 @@ async def test_a_next_server_sends_no_tensors_back() -> None:
             return trio.Event()
 
     ends = stream_pair()
-    ours, _ = message_streams(wire.PushFrame, UPSTREAM.peer_id, STRANGER.peer_id, ends=ends)
+    ours, _ = message_streams(PUSH, UPSTREAM.peer_id, STRANGER.peer_id, ends=ends)
     async with trio.open_nursery() as nursery:
         Pushes(Connector(), nursery).prepare(peer_id_to_bytes(STRANGER.peer_id))
         await ends[1].write(header_of(wire.PushFrame(error=wire.Error(), tensors=[LARGE])))
@@ -116,21 +121,21 @@ async def test_a_next_server_sends_no_tensors_back() -> None:
 @pytest.mark.parametrize("first", [b"", header_of(wire.PushFrame(push=wire.Push(nonce=bytes(99))))[:50]])
 async def test_push_stream_on_which_nothing_comes_is_ended(first: bytes, blocks: BlockSpan) -> None:
     async with one_server(blocks) as server:
-        stream, raw = server.connect(wire.PushFrame, server.service.handle_push, STRANGER)
+        stream, raw = server.connect(PUSH, server.service.handle_push, STRANGER)
         await raw.write(first)
         with pytest.raises(StreamClosed):
             await stream.receive(timeout=SERVICE.first_push + 1)
 
 
-@pytest.mark.parametrize(("protocol", "kind"), [(DIRECTORY, wire.DirectoryFrame), (MANIFEST, wire.ManifestFrame)])
-async def test_what_has_no_tensors_takes_none(protocol: str, kind: type[wire.DirectoryFrame]) -> None:
+@pytest.mark.parametrize("protocol", [DIRECTORY, MANIFEST])
+async def test_what_has_no_tensors_takes_none(protocol: StreamProtocol[wire.DirectoryFrame]) -> None:
     with trio.fail_after(TIMEOUT):
         async with (
             open_swarm(SwarmConfig(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))) as node,
             open_swarm(SwarmConfig(Identity.generate(), peers=tuple(node.addrs))) as attacker,
         ):
-            stream = await attacker.new_stream(node.peer_id, protocol, kind, timeout=TIMEOUT, max_header=MAX_HEADER)
-            await stream.send(kind(tensors=[wire.Tensor()]), [bytes(1 << 16)], timeout=TIMEOUT)
+            stream = await attacker.new_stream(node.peer_id, replace(protocol, max_payload=1 << 16), timeout=TIMEOUT)
+            await stream.send(protocol.frame(tensors=[wire.Tensor()]), [bytes(1 << 16)], timeout=TIMEOUT)
             with pytest.raises(StreamClosed):
                 await stream.receive(timeout=TIMEOUT)
             assert await attacker.measure_rtt(node.peer_id, timeout=TIMEOUT) < TIMEOUT

@@ -26,8 +26,9 @@ from petalnode.node.swarm.provider_records import SEARCH, ProviderRecords, block
 from petalnode.node.testing import MemoryNetwork, open_network
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import SignedAnnouncement
+from petalnode.protocols.directory import DIRECTORY
 from petalnode.protocols.framing import MessageStream
-from petalnode.protocols.ids import DIRECTORY, Span, blocks_key
+from petalnode.protocols.ids import Span, blocks_key
 from tests.announcements import signed
 from tests.attacks.trap import Trap, victim
 from tests.directory_node import DirectoryNode
@@ -244,7 +245,7 @@ class Provider:
                 await stream.send(wire.DirectoryFrame(records=records), timeout=10)
 
         self.times = 1
-        node.set_handler(DIRECTORY, wire.DirectoryFrame, serve)
+        node.set_handler(DIRECTORY, serve)
 
 
 @asynccontextmanager
@@ -336,4 +337,4 @@ async def test_providers_that_keep_search_waiting_end_with_it() -> None:
 
 
 def test_provider_sends_no_more_than_one_announcement_takes() -> None:
-    assert provider_records._MAX_ANSWER < 20_000
+    assert provider_records._DIRECTORY.max_header < 20_000

@@ -18,7 +18,7 @@ from petalnode.node.trust.evidence_message import EvidenceMessage, TrustedValida
 from petalnode.node.trust.store import TrustStore
 from petalnode.node.validator.endorsing import ENDORSING, Endorser, Notice, fetch_to_give_up, next_notice, pending
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.evidence import EVIDENCE_SIZES, PIECE_BYTES, EvidenceStream
+from petalnode.protocols.evidence import EVIDENCE, EVIDENCE_SIZES, PIECE_BYTES, EvidenceStream
 from petalnode.protocols.framing import StreamTimeout
 from tests.attacks.forger import ATTACKER, HONEST, Listener, hidden
 from tests.signing_server import SigningServer, spoiled
@@ -38,7 +38,7 @@ def genuine(server: SigningServer) -> Bundle:
 
 async def fetched_from(sender: Callable[[EvidenceStream], Awaitable[None]]) -> float:
     """Seconds until the fetch from this sender is given up."""
-    ours, theirs = message_streams(wire.EvidenceFrame, "honest", "attacker")
+    ours, theirs = message_streams(EVIDENCE, "honest", "attacker")
 
     async def send() -> None:
         await theirs.receive(timeout=10)

@@ -12,12 +12,12 @@ from petalnode.node.network.transport.limits import LIMITS, NodeLimits
 from petalnode.node.network.transport.muxed_stream import DATA, HEADER, SYN, MuxedStream
 from petalnode.node.network.transport.negotiation import question
 from petalnode.node.network.transport.yamux import Muxer
-from petalnode.protocols.ids import INFERENCE
+from petalnode.protocols.inference import INFERENCE
 from tests.attacks.muxed_connections import ATTACKER, HONEST, connections
 from tests.memory_muxer import MemoryRaw, OtherEnd, muxer
 
 KEYS, STREAMS = 10, 100
-QUESTION = question(INFERENCE)
+QUESTION = question(INFERENCE.id)
 
 
 def opened(numbers: range, said: bytes) -> bytes:
@@ -44,7 +44,7 @@ class Negotiator:
         except MuxedStreamReset:
             self.reset += 1
         else:
-            stream.agree(INFERENCE)
+            stream.agree(INFERENCE.id)
             self.agreed += 1
 
 

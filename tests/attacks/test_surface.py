@@ -16,7 +16,8 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.api.errors import MESSAGES_PATH
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
-from petalnode.protocols import ids, standard_pb2, wire_pb2
+from petalnode.protocols import standard_pb2, wire_pb2
+from petalnode.protocols.ids import StreamProtocol
 from tests.attacks.stranger.catalogue import ATTACKS, SPOKEN
 from tests.attacks.surface.files import FILES, READ_BY
 from tests.attacks.surface.http import FIELDS, ROUTES
@@ -74,7 +75,10 @@ def test_bounds_tests_and_targets_are_there(name: str) -> None:
 
 async def test_every_protocol_has_a_row() -> None:
     """What libp2p registers by itself, too."""
-    ours = {value for value in vars(ids).values() if isinstance(value, str) and value.startswith("/petalnode/")}
+    modules = [
+        importlib.import_module(f"petalnode.protocols.{file.stem}") for file in (ROOT / "protocols").glob("*.py")
+    ]
+    ours = {value.id for module in modules for value in vars(module).values() if isinstance(value, StreamProtocol)}
     async with open_swarm(SwarmConfig(Identity.generate(), listen=(LOOPBACK,), gossip=True)) as swarm:
         found = {str(protocol) for protocol in swarm.host.libp2p.multiselect.handlers}
     assert found | ours == set(PROTOCOLS)

@@ -13,8 +13,7 @@ from petalnode.node.server.lifecycle.other_servers import serve_transfers
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.directory import DIRECTORY_LIMITS
-from petalnode.protocols.ids import TRANSFER
+from petalnode.protocols.directory import DIRECTORY_LIMITS, TRANSFER
 from tests.memory_muxer import accepted, settled
 from tests.node_inspection import limits_of
 from tests.swarm.processes import LOOPBACK
@@ -32,7 +31,7 @@ async def test_the_test_of_a_line_is_no_grant() -> None:
         serve_transfers(node)
         limits = limits_of(node.host)
         use = limits.of_address("127.0.0.1")
-        stream = await stranger.new_stream(node.peer_id, TRANSFER, wire.TransferFrame, timeout=TIMEOUT)
+        stream = await stranger.new_stream(node.peer_id, TRANSFER, timeout=TIMEOUT)
         for size in (1, DIRECTORY_LIMITS.transfer_bytes):
             before = use.recent.amount()
             frame = wire.TransferFrame(wanted=size, tensors=[wire.Tensor(nbytes=size)])

@@ -16,6 +16,9 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
+from petalnode.protocols.ids import StreamProtocol
+from petalnode.protocols.inference import INFERENCE, PUSH
+from petalnode.protocols.training import FORWARD
 from tests.attacks.granted_session import CLIENT, STRANGER, TIMEOUT, UPSTREAM
 from tests.attacks.one_server import one_server, pushed
 from tests.memory_muxer import MemoryRaw, accepted, muxer, settled
@@ -24,7 +27,7 @@ from tests.patience import eventually
 from tests.swarm.raw import RawSession, values
 
 KIB = 1 << 10
-STALLED = "/petalnode/test/stalled/1"
+STALLED = StreamProtocol("/petalnode/test/stalled/1", wire.PushFrame)
 PIECE = 64 * KIB
 KEYS, STREAMS = 4, 100
 
@@ -41,8 +44,8 @@ async def test_handler_that_has_granted_nothing_is_sent_little() -> None:
         open_swarm(SwarmConfig(Identity.generate(), peers=tuple(node.addrs))) as attacker,
         trio.open_nursery() as nursery,
     ):
-        node.set_handler(STALLED, wire.PushFrame, stalled)
-        stream = await attacker.new_stream(node.peer_id, STALLED, wire.PushFrame, timeout=TIMEOUT)
+        node.set_handler(STALLED, stalled)
+        stream = await attacker.new_stream(node.peer_id, STALLED, timeout=TIMEOUT)
         sent: list[int] = []
 
         async def send() -> None:
@@ -104,26 +107,26 @@ async def test_stream_that_is_granted_more_counts_with_others() -> None:
 async def test_granted_session_lets_its_client_send_much(blocks: BlockSpan) -> None:
     with trio.fail_after(TIMEOUT):
         async with one_server(blocks) as server:
-            stream, raw = server.connect(wire.InferenceFrame, server.service.handle_session, CLIENT)
+            stream, raw = server.connect(INFERENCE, server.service.handle_session, CLIENT)
             session = RawSession(stream, server.session(STRANGER).ready)
             assert not raw.widened
             await session.open(upstream=peer_id_to_bytes(UPSTREAM.peer_id))
             assert raw.widened
-            refused, refused_raw = server.connect(wire.InferenceFrame, server.service.handle_session, STRANGER)
+            refused, refused_raw = server.connect(INFERENCE, server.service.handle_session, STRANGER)
             await refused.send(wire.InferenceFrame(open=wire.Open()), timeout=TIMEOUT)
             await refused.receive(timeout=TIMEOUT)
             assert not refused_raw.widened
-            pushes, pushed_raw = server.connect(wire.PushFrame, server.service.handle_push, STRANGER)
+            pushes, pushed_raw = server.connect(PUSH, server.service.handle_push, STRANGER)
             push = pushed(session, CLIENT, STRANGER, 1, 0, values(1))
             await pushes.send(push, [values(1)], timeout=TIMEOUT)
             await pushes.receive(timeout=TIMEOUT)
             assert not pushed_raw.widened
-            pushes, pushed_raw = server.connect(wire.PushFrame, server.service.handle_push, UPSTREAM)
+            pushes, pushed_raw = server.connect(PUSH, server.service.handle_push, UPSTREAM)
             push = pushed(session, CLIENT, UPSTREAM, 1, 0, values(1))
             await pushes.send(push, [values(1)], timeout=TIMEOUT)
             while not (pushed_raw.widened and pushed_raw.granted):
                 await trio.lowlevel.checkpoint()
-            batch, batch_raw = server.connect(wire.BatchFrame, server.service.handle_forward, STRANGER)
+            batch, batch_raw = server.connect(FORWARD, server.service.handle_forward, STRANGER)
             await batch.send(wire.BatchFrame(open=wire.BatchOpen()), timeout=TIMEOUT)
             await batch.receive(timeout=TIMEOUT)
             assert not batch_raw.widened

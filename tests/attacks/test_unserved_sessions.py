@@ -9,6 +9,7 @@ from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.node.blocks.span import BlockSpan
 from petalnode.node.testing import MemoryStream
 from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.inference import INFERENCE, PUSH
 from tests.attacks.held_prompts import CLIENT, KEEP, NEVER, PUSHER, TOKENS, begins, held_up
 from tests.attacks.one_server import VERSION, OneServer, one_server, pushed
 from tests.swarm.raw import TIMEOUT, RawSession, values
@@ -16,7 +17,7 @@ from tests.tiny_models import NUM_BLOCKS
 
 
 def connected(server: OneServer, client: Identity = CLIENT) -> tuple[RawSession, MemoryStream]:
-    stream, end = server.connect(wire.InferenceFrame, server.service.handle_session, client)
+    stream, end = server.connect(INFERENCE, server.service.handle_session, client)
     return RawSession(stream, {"blocks": [0, NUM_BLOCKS], "model_version": VERSION.hex()}), end
 
 
@@ -59,7 +60,7 @@ async def test_pusher_is_a_stranger_until_a_taken_push(blocks: BlockSpan) -> Non
         await session.open(upstream=peer_id_to_bytes(PUSHER.peer_id))
         payload = values(TOKENS)
         for wrong in (True, False):
-            stream, end = server.connect(wire.PushFrame, server.service.handle_push, PUSHER)
+            stream, end = server.connect(PUSH, server.service.handle_push, PUSHER)
             frame = pushed(session, CLIENT, PUSHER, 1, 0, payload, **{"reply_hash": bytes(32)} if wrong else {})
             await stream.send(frame, [payload], timeout=NEVER)
             if wrong:

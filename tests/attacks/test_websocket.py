@@ -17,7 +17,7 @@ from petalnode.node.network.transport import connections
 from petalnode.node.network.transport.limits import LIMITS, WORK, NodeLimits
 from petalnode.node.network.transport.raw_connection import READ_SIZE, RawConnection
 from petalnode.node.network.transport.websocket import accept
-from petalnode.protocols.ids import DIRECTORY
+from petalnode.protocols.directory import DIRECTORY
 from tests.attacks.hosts import host
 from tests.attacks.websocket_frames import BINARY, CLOSE, CONTINUATION, PING, PONG, TEXT, UPGRADE, frame
 from tests.memory_muxer import MemoryRaw
@@ -93,12 +93,12 @@ async def test_requests_of_no_use_are_answered_and_dropped(said: bytes, status: 
 @pytest.mark.parametrize("origin", [b"https://elsewhere.example", b"null"])
 async def test_page_of_any_origin_is_a_stranger(origin: bytes, slowness: Slowness) -> None:
     """Below Noise it hears of nothing, whatever it brings along."""
-    asked = b"\x13/multistream/1.0.0\n" + bytes([len(DIRECTORY) + 1]) + DIRECTORY.encode() + b"\n"
+    asked = b"\x13/multistream/1.0.0\n" + bytes([len(DIRECTORY.id) + 1]) + DIRECTORY.id.encode() + b"\n"
     async with host(WS) as server, stranger(server, upgraded=False) as stream:
         await stream.send_all(UPGRADE + b"Origin: " + origin + b"\r\nCookie: key=abc\r\n\r\n" + frame(BINARY, asked))
         await stream.send_eof()
         said = await said_until_dropped(stream, 5 * slowness())
-        assert b" 101 " in said and DIRECTORY.encode() not in said and not server.connected()
+        assert b" 101 " in said and DIRECTORY.id.encode() not in said and not server.connected()
         assert not any(word in said.lower() for word in (b"access-control", b"set-cookie", b"a.example"))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.ids import INFERENCE, PUSH
+from petalnode.protocols.inference import INFERENCE, PUSH
 from tests.inspection import client_of
 from tests.swarm.memory_pool import memory_pool
 from tests.swarm.watched_streams import watch_opened

@@ -15,8 +15,7 @@ from petalnode.crypto.receipts import Receipt
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.testing.memory_servers import MemorySwarm
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.ids import INFERENCE, PUSH
-from petalnode.protocols.inference import receipt_from_wire, receipt_to_wire, sha256
+from petalnode.protocols.inference import INFERENCE, PUSH, receipt_from_wire, receipt_to_wire, sha256
 from tests.inspection import client_of, session_of
 from tests.swarm.watched_streams import Hook, watch_opened, watch_served
 from tests.tiny_models import load_whole

@@ -16,11 +16,10 @@ from petalnode.node.trust.receipt_log import LoggedBatch
 from petalnode.node.trust.statement import SessionClaim, check_statement
 from petalnode.node.verification.evidence_check import _observed_session
 from petalnode.node.verification.observed import observed_batch
-from petalnode.protocols import ids
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import TensorError
 from petalnode.protocols.inference import Refusal, hash_of_step, receipt_from_wire, receipt_to_wire, root_of, sha256
-from petalnode.protocols.training import NOTHING_KEPT, hash_of_batch, hash_of_keep, hash_of_payloads
+from petalnode.protocols.training import BACKWARD, NOTHING_KEPT, hash_of_batch, hash_of_keep, hash_of_payloads
 from tests.fuzz import corpus
 from tests.fuzz.corpus import ATTACKER, EPOCH, NOW_MS
 from tests.fuzz.harness import Target, parser
@@ -62,7 +61,7 @@ def _batch() -> tuple[bytes, dict[str, bytes]]:
     tensor = corpus.tensor(2, 3, _WIDTH, nbytes=len(_payload(2, 3)))
     work = wire.BatchRequest(sequence=1, tensors=[tensor, tensor], mask=b"\xff", positions=range(6), kept=1)
     receipt = receipt_to_wire(corpus.receipt(previous_receipt=NO_RECEIPT, adapter=b""))
-    evidence.work.CopyFrom(wire.EvidenceBatch(protocol=ids.BACKWARD, receipt=receipt, work=work))
+    evidence.work.CopyFrom(wire.EvidenceBatch(protocol=BACKWARD.id, receipt=receipt, work=work))
     evidence.work.keep.CopyFrom(wire.Keep(number=1, names=["prompts"], tensors=[prompts]))
     states, kept = _payload(2, 3), bytes(6 * 2 * _WIDTH * 4)
     return evidence.SerializeToString(), {
@@ -93,7 +92,7 @@ def _sign_session(evidence: wire.Evidence, payloads: dict[str, bytes]) -> None:
 
 def _sign_batch(evidence: wire.Evidence, payloads: dict[str, bytes]) -> None:
     work, keep = evidence.work, evidence.work.keep
-    count = 2 if work.protocol == ids.BACKWARD else 1
+    count = 2 if work.protocol == BACKWARD.id else 1
     work.input_hash = hash_of_payloads(payloads.get(f"input.{number}", b"") for number in range(count))
     work.kept_hash = hash_of_payloads(payloads.get(f"kept.{number}", b"") for number in range(len(keep.tensors)))
     kept = hash_of_keep(keep, work.kept_hash) if work.HasField("keep") else NOTHING_KEPT

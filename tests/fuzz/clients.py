@@ -18,13 +18,13 @@ from petalnode.node.errors import ServerFailed
 from petalnode.node.swarm.routing import Hop
 from petalnode.node.testing import message_streams
 from petalnode.node.trust.receipt_log import ReceiptArchive, SessionLog
-from petalnode.protocols import ids
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
-from petalnode.protocols.ids import Span
-from petalnode.protocols.inference import hash_of_step, pledge_to_wire, receipt_to_wire, root_of, sha256
+from petalnode.protocols.ids import Span, StreamProtocol
+from petalnode.protocols.inference import INFERENCE, hash_of_step, pledge_to_wire, receipt_to_wire, root_of, sha256
 from petalnode.protocols.tensors import encode
 from petalnode.protocols.training import (
+    FORWARD,
     NOTHING_KEPT,
     KeptSet,
     hash_of_batch,
@@ -124,9 +124,7 @@ class _Server:
         elif body == "work":
             work = message.work
             sent = await receive_pieces(self._stream, [tensor.nbytes for tensor in work.tensors], timeout=9.0)
-            request = hash_of_batch(
-                ids.FORWARD, work, hash_of_payloads(sent), self._kept if work.kept else NOTHING_KEPT
-            )
+            request = hash_of_batch(FORWARD.id, work, hash_of_payloads(sent), self._kept if work.kept else NOTHING_KEPT)
             answer = bytes(sent[0])
             receipt = self._receipt(work.sequence, self._nonce, request, sha256(answer))
             reply = wire.BatchReply(sequence=work.sequence, receipt=receipt, tensors=work.tensors[:1])
@@ -151,7 +149,7 @@ async def _session(stream: Any) -> None:
 async def _batches(stream: Any) -> None:
     spec = BatchSpec(VERSION)
     batches = BatchStream(
-        stream, Hop(ATTACKER.peer_id, _SPAN), spec, OTHER.peer_id, ids.FORWARD, claims=_CLAIMS, archive=ReceiptArchive()
+        stream, Hop(ATTACKER.peer_id, _SPAN), spec, OTHER.peer_id, FORWARD, claims=_CLAIMS, archive=ReceiptArchive()
     )
     await batches.open()
     tensor, payload = encode(torch.ones(6, 1, 2, _HIDDEN), "none")
@@ -162,15 +160,15 @@ async def _batches(stream: Any) -> None:
 
 
 class _Client:
-    def __init__(self, talk: Callable[[Any], Awaitable[None]], kind: Any) -> None:
+    def __init__(self, talk: Callable[[Any], Awaitable[None]], protocol: StreamProtocol[Any]) -> None:
         self._talk = talk
-        self._kind = kind
+        self._protocol = protocol
 
     def held(self) -> Mapping[str, int]:
         return {}
 
     async def feed(self, given: Mutator) -> None:
-        ours, theirs = message_streams(self._kind, OTHER.peer_id, ATTACKER.peer_id, max_payload=64 << 20)
+        ours, theirs = message_streams(self._protocol, OTHER.peer_id, ATTACKER.peer_id)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_Server(given, theirs).run)
             try:
@@ -180,15 +178,15 @@ class _Client:
             nursery.cancel_scope.cancel()
 
 
-def _target(name: str, share: int, talk: Callable[[Any], Awaitable[None]], kind: Any) -> Target:
+def _target(name: str, share: int, talk: Callable[[Any], Awaitable[None]], protocol: StreamProtocol[Any]) -> Target:
     @asynccontextmanager
     async def opened() -> AsyncIterator[_Client]:
-        yield _Client(talk, kind)
+        yield _Client(talk, protocol)
 
     return Target(name, share, lambda mutator: mutator, opened, seconds=1000.0, peak=4 << 20)
 
 
 TARGETS: Final[tuple[Target, ...]] = (
-    _target("answers to steps", 4, _session, wire.InferenceFrame),
-    _target("answers to batches", 4, _batches, wire.BatchFrame),
+    _target("answers to steps", 4, _session, INFERENCE),
+    _target("answers to batches", 4, _batches, FORWARD),
 )

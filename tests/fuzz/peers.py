@@ -23,22 +23,22 @@ from petalnode.node.trust.bundle import BadBundle
 from petalnode.node.trust.evidence_gossip import EvidenceGossip, fetch_bundle
 from petalnode.node.trust.store import TrustStore
 from petalnode.node.validator.auditing import ReceiptAuditService
-from petalnode.protocols import evidence as evidence_protocol
-from petalnode.protocols import ids
 from petalnode.protocols import standard_pb2 as standard
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import DOMAIN, open_signed
 from petalnode.protocols.circuit import CircuitLimit, ask_connection, ask_reservation, ask_stop
-from petalnode.protocols.credits import ask_clearing, ask_credit, ask_voucher, clearing_to_wire
+from petalnode.protocols.credits import CREDITS, ask_clearing, ask_credit, ask_voucher, clearing_to_wire
 from petalnode.protocols.directory import (
-    DIRECTORY_LIMITS,
-    MAX_HEADER,
+    DIRECTORY,
+    MANIFEST,
+    TRANSFER,
     NodeInfo,
     answer_manifests,
     ask_manifest,
     measure_transfer,
     records_page,
 )
+from petalnode.protocols.evidence import EVIDENCE, RECEIPTS
 from petalnode.protocols.inference import from_wire, receipt_to_wire, to_wire
 from petalnode.protocols.nat_traversal import (
     TRAVERSAL,
@@ -70,21 +70,9 @@ async def _node() -> AsyncIterator[Talk]:
     gossip.record_proven(bundle, recomputed=False)
     manifests = {VERSION: wire.Manifest(config=b"{}", embeddings=bytes(32), blocks=[bytes(32)], head=bytes(32))}
     set_handler = handlers.streams.set_handler
-    set_handler(ids.DIRECTORY, wire.DirectoryFrame, directory.serve, max_header=MAX_HEADER, max_payload=0)
-    set_handler(
-        ids.MANIFEST,
-        wire.ManifestFrame,
-        partial(answer_manifests, manifests=manifests, timeout=60.0),
-        max_header=DIRECTORY_LIMITS.manifest_max_header,
-        max_payload=0,
-    )
-    set_handler(
-        ids.EVIDENCE,
-        wire.EvidenceFrame,
-        gossip.serve,
-        max_header=evidence_protocol.EVIDENCE_SIZES.max_header,
-        max_payload=evidence_protocol.PIECE_BYTES,
-    )
+    set_handler(DIRECTORY, directory.serve)
+    set_handler(MANIFEST, partial(answer_manifests, manifests=manifests, timeout=60.0))
+    set_handler(EVIDENCE, gossip.serve)
     serve_transfers(cast(Swarm, handlers.streams))
     # One peer may leave one announcement and one line in the log behind, not more.
     state = lambda: {"records": len(directory.view.records) > 1, "logged": len(logged(directory)) > 1}  # noqa: E731
@@ -98,7 +86,7 @@ def _signed(message: wire.Announcement) -> wire.SignedAnnouncement:
 
 @cache
 def _questions() -> tuple[tuple[Frame, ...], ...]:
-    directory, manifest, evidence = f"{ids.DIRECTORY} 1", f"{ids.MANIFEST} 1", f"{ids.EVIDENCE} 1"
+    directory, manifest, evidence = f"{DIRECTORY.id} 1", f"{MANIFEST.id} 1", f"{EVIDENCE.id} 1"
     query = wire.DirectoryQuery(model_version=VERSION, limit=5, after=b"\0")
     transfer = wire.TransferFrame(wanted=1000, tensors=[wire.Tensor(nbytes=1000)])
     return (
@@ -114,7 +102,7 @@ def _questions() -> tuple[tuple[Frame, ...], ...]:
             Frame(evidence, wire.EvidenceFrame(fetch=wire.Fetch(id=bytes(32)))),
             Frame(evidence, wire.EvidenceFrame(close=wire.Close())),
         ),
-        (Frame(f"{ids.TRANSFER} 1", transfer, bytes(1000)),) * 3,
+        (Frame(f"{TRANSFER.id} 1", transfer, bytes(1000)),) * 3,
     )
 
 
@@ -152,9 +140,9 @@ async def _issuer() -> AsyncIterator[Talk]:
 def _order_frames() -> tuple[Frame, ...]:
     query, transfer, deposit = corpus.orders()
     return (
-        Frame(f"{ids.CREDITS} 1", wire.CreditsFrame(query=to_wire(query, wire.CreditQuery))),
-        Frame(f"{ids.CREDITS} 1", wire.CreditsFrame(transfer=to_wire(transfer, wire.CreditTransfer))),
-        Frame(f"{ids.CREDITS} 1", wire.CreditsFrame(deposit=to_wire(deposit, wire.CreditDeposit))),
+        Frame(f"{CREDITS.id} 1", wire.CreditsFrame(query=to_wire(query, wire.CreditQuery))),
+        Frame(f"{CREDITS.id} 1", wire.CreditsFrame(transfer=to_wire(transfer, wire.CreditTransfer))),
+        Frame(f"{CREDITS.id} 1", wire.CreditsFrame(deposit=to_wire(deposit, wire.CreditDeposit))),
     )
 
 
@@ -198,7 +186,7 @@ async def _auditor() -> AsyncIterator[Talk]:
 
 @cache
 def _offers() -> tuple[Frame, ...]:
-    stream = f"{ids.RECEIPTS} 1"
+    stream = f"{RECEIPTS.id} 1"
     receipts = [corpus.receipt(sequence=number) for number in (1, 2, 3)]
     offer = wire.Offer(
         receipts=map(receipt_to_wire, receipts), countersignatures=[countersign(OTHER, receipt) for receipt in receipts]
@@ -290,60 +278,58 @@ TARGETS: Final[tuple[Target, ...]] = (
     Target("questions to a node", 8, _to_node, _node, 400.0, peak=4 << 20),
     Target("orders for points", 1, _orders, _issuer, 4000.0),
     Target("offers to an auditor", 4, _offers_of, _auditor, 400.0, peak=4 << 20),
-    asking("asked for records", 3, _pull, _page_answers, wire.DirectoryFrame, max_header=MAX_HEADER),
-    asking(
-        "asked for a ping", 1, _measure, _of(wire.DirectoryFrame(ping=wire.Ping(payload=b"\0"))), wire.DirectoryFrame
-    ),
+    asking("asked for records", 3, _pull, _page_answers, DIRECTORY, max_header=DIRECTORY.max_header),
+    asking("asked for a ping", 1, _measure, _of(wire.DirectoryFrame(ping=wire.Ping(payload=b"\0"))), DIRECTORY),
     asking(
         "asked what it is",
         1,
         _ask_node,
         _of(NodeInfo("server", "1", "x", None, 1, 2, 3.0).to_frame()),
-        wire.DirectoryFrame,
+        DIRECTORY,
     ),
     asking(
         "asked for a manifest",
         2,
         partial(ask_manifest, model_version=VERSION, timeout=10.0),
         _of(wire.ManifestFrame(manifest=wire.Manifest(config=b"{}", blocks=[b"1"]))),
-        wire.ManifestFrame,
+        MANIFEST,
     ),
     asking(
         "asked for evidence",
         3,
         partial(fetch_bundle, evidence_id=bytes(32)),
         _bundle_answers,
-        wire.EvidenceFrame,
+        EVIDENCE,
         BadBundle,
-        max_header=evidence_protocol.EVIDENCE_SIZES.max_header,
+        max_header=EVIDENCE.max_header,
     ),
     asking(
         "asked for bytes",
         1,
         partial(measure_transfer, timeout=10.0),
         _of(*[(wire.TransferFrame(tensors=[wire.Tensor(nbytes=1)]), b"1")] * 3),
-        wire.TransferFrame,
+        TRANSFER,
     ),
     asking(
         "asked for a balance",
         1,
         partial(ask_credit, query=_credit_asked()[0], timeout=10.0),
         _of(wire.CreditsFrame(credit=wire.Credit(issuer=b"1", points=5))),
-        wire.CreditsFrame,
+        CREDITS,
     ),
     asking(
         "asked for a clearing",
         1,
         partial(ask_clearing, transfer=_credit_asked()[1], timeout=10.0),
         _of(wire.CreditsFrame(clearing=clearing_to_wire(corpus.clearing()))),
-        wire.CreditsFrame,
+        CREDITS,
     ),
     asking(
         "asked for a voucher",
         1,
         partial(ask_voucher, order=_credit_asked()[2], timeout=10.0),
         _of(wire.CreditsFrame(voucher=wire.CreditVoucher(voucher=b"v"))),
-        wire.CreditsFrame,
+        CREDITS,
     ),
     asking("asked to relay", 2, partial(ask_reservation, timeout=4.0), _of(_HOP), None, max_header=_SHORT),
     asking(

@@ -29,13 +29,18 @@ from petalnode.node.server.requests.request import RequestContext
 from petalnode.node.server.requests.service import RequestService
 from petalnode.protocols import ids
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.adapter import MAX_HEADER as MAX_ADAPTER_HEADER
-from petalnode.protocols.adapter import hash_of_adapter, hashes_of_blocks
+from petalnode.protocols.adapter import ADAPTER, hash_of_adapter, hashes_of_blocks
 from petalnode.protocols.ids import Span
-from petalnode.protocols.inference import MAX_STEP_BYTES, Refusal, receipt_from_wire, receipt_to_wire, sha256
+from petalnode.protocols.inference import (
+    INFERENCE,
+    PUSH,
+    Refusal,
+    receipt_from_wire,
+    receipt_to_wire,
+    sha256,
+)
 from petalnode.protocols.tensors import encode
-from petalnode.protocols.training import MAX_HEADER as MAX_BATCH_HEADER
-from petalnode.protocols.training import PIECE_BYTES
+from petalnode.protocols.training import BACKWARD, FORWARD
 from tests.attacks.one_server import NobodyNext
 from tests.fuzz import corpus
 from tests.fuzz.corpus import ATTACKER, EPOCH, NONCE, OTHER, SERVER, VERSION
@@ -131,14 +136,11 @@ async def opened(kind: str = "llama") -> AsyncIterator[Talk]:
         adapters = Adapters(context)
         service = RequestService(context, cache_budget, NobodyNext(), adapters)
         set_handler = handlers.streams.set_handler
-        set_handler(ids.INFERENCE, wire.InferenceFrame, service.handle_session, max_payload=MAX_STEP_BYTES)
-        set_handler(ids.PUSH, wire.PushFrame, service.handle_push, max_payload=MAX_STEP_BYTES)
-        for protocol, handler, most in (
-            (ids.FORWARD, service.handle_forward, MAX_BATCH_HEADER),
-            (ids.BACKWARD, service.handle_backward, MAX_BATCH_HEADER),
-            (ids.ADAPTER, adapters.handle, MAX_ADAPTER_HEADER),
-        ):
-            set_handler(protocol, wire.BatchFrame, handler, max_header=most, max_payload=PIECE_BYTES)
+        set_handler(INFERENCE, service.handle_session)
+        set_handler(PUSH, service.handle_push)
+        set_handler(FORWARD, service.handle_forward)
+        set_handler(BACKWARD, service.handle_backward)
+        set_handler(ADAPTER, adapters.handle)
         # Nothing waits in what the service cannot see: requests that count, and what budgets have lent.
         budgets = {
             "cache": cache_budget,
@@ -175,7 +177,7 @@ def _step(stream: str, sequence: int, position: int, tokens: int, width: int = H
 
 @cache
 def _session() -> tuple[Frame, ...]:
-    first, second = f"{ids.INFERENCE} 1", f"{ids.INFERENCE} 2"
+    first, second = f"{INFERENCE.id} 1", f"{INFERENCE.id} 2"
     opening = corpus.opening()
     opening.ClearField("upstream")
     target = wire.PushTarget(peer_id=peer_id_to_bytes(OTHER.peer_id), nonce=NONCE, sequence=5)
@@ -197,7 +199,7 @@ def _session() -> tuple[Frame, ...]:
 @cache
 def _crossing() -> tuple[Frame, ...]:
     """At blocks whose tokens see each other in groups, get values for themselves and share keys and values."""
-    stream, opening, boundaries = f"{ids.INFERENCE} 1", corpus.opening(), blocks(CROSSING).stack.boundaries
+    stream, opening, boundaries = f"{INFERENCE.id} 1", corpus.opening(), blocks(CROSSING).stack.boundaries
     opening.ClearField("upstream")
     opening.span.start = 2
     width = boundaries.width(2)
@@ -219,7 +221,7 @@ def _push(sequence: int, position: int, tokens: int) -> Frame:
     push = wire.Push(
         client=peer_id_to_bytes(ATTACKER.peer_id), nonce=NONCE, step=step, receipt=receipt_to_wire(receipt)
     )
-    return Frame(f"{ids.PUSH} 1", wire.PushFrame(push=push, tensors=[tensor]), payload)
+    return Frame(f"{PUSH.id} 1", wire.PushFrame(push=push, tensors=[tensor]), payload)
 
 
 def _signed_push(mutator: Mutator, data: bytes) -> bytes:
@@ -252,7 +254,7 @@ def _lora() -> dict[str, torch.Tensor]:
 @cache
 def _batches(protocol: str) -> tuple[Frame, ...]:
     stream = f"{protocol} 1"
-    backward = protocol == ids.BACKWARD
+    backward = protocol == BACKWARD.id
     opening = batch_opening(ids.Span(2, 4), model_version=VERSION, nonce=NONCE)
     prompts = encode(torch.randn(2, 1, 2, HIDDEN, generator=torch.Generator().manual_seed(1)), "none")
     kept = {"prompts": prompts} | {name: encode(tensor, "none") for name, tensor in _lora().items()}
@@ -293,7 +295,7 @@ def _offer(tensors: dict[str, torch.Tensor]) -> wire.Adapter:
 
 @cache
 def _adapter() -> tuple[Frame, ...]:
-    stream, session = f"{ids.ADAPTER} 1", f"{ids.INFERENCE} 1"
+    stream, session = f"{ADAPTER.id} 1", f"{INFERENCE.id} 1"
     tensors = _lora()
     offer = _offer(tensors)
     opening = corpus.opening()
@@ -327,7 +329,7 @@ def _crossing_of(mutator: Mutator) -> Conversation:
 
 
 def _batches_of(mutator: Mutator) -> Conversation:
-    protocol = mutator.random.choice((ids.FORWARD, ids.BACKWARD, ids.BACKWARD))
+    protocol = mutator.random.choice((FORWARD.id, BACKWARD.id, BACKWARD.id))
     return conversation(mutator, _batches(protocol), shares=0.12)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 import trio
@@ -19,6 +19,7 @@ from petalnode.node.swarm.streams import MessageStreams
 from petalnode.node.testing import MemoryStream, stream_pair
 from petalnode.protocols.delimited import DelimitedStream
 from petalnode.protocols.framing import MessageStream, PeerError
+from petalnode.protocols.ids import StreamProtocol
 from petalnode.protocols.inference import Refusal
 from tests.fuzz.corpus import ATTACKER
 from tests.fuzz.harness import Target
@@ -178,13 +179,13 @@ def asking(
     share: int,
     ask: Callable[[Any], Awaitable[object]],
     answers: Callable[[Mutator], Sequence[tuple[Message, bytes]]],
-    frame_type: type[Message] | None,
+    protocol: StreamProtocol[Any] | None,
     *allowed: type[Exception],
     max_header: int = 1 << 20,
     max_payload: int = 1 << 20,
     seconds: float = 400.0,
 ) -> Target:
-    """The side that asks, and is answered something else than it wanted; without `frame_type`, as standards have it."""
+    """The side that asks, and is answered something else than it wanted; without `protocol`, as standards have it."""
 
     def make(mutator: Mutator) -> Conversation:
         frames = [Frame("answer 1", message, payload) for message, payload in answers(mutator)]
@@ -193,8 +194,8 @@ def asking(
     async def handle(raw: Any, peer_id: str) -> None:
         stream: Any = (
             DelimitedStream(raw, peer_id, max_message=max_header)
-            if frame_type is None
-            else MessageStream(raw, frame_type, peer_id, max_header=max_header, max_payload=max_payload)
+            if protocol is None
+            else MessageStream(raw, replace(protocol, max_header=max_header, max_payload=max_payload), peer_id)
         )
         try:
             await ask(stream)

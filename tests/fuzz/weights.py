@@ -19,9 +19,19 @@ from petalnode.node.models.part_headers import gguf_header, safetensors_header
 from petalnode.node.swarm.swarm import Swarm
 from petalnode.node.weights.holder import WeightsHolder
 from petalnode.node.weights.store import check_texts, config_of
-from petalnode.protocols import ids
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.weights import BadTree, Offer, Tree, TreeEntry, ask_offer, ask_piece, ask_trees, receive_piece
+from petalnode.protocols.weights import (
+    WEIGHTS,
+    WEIGHTS_ASKED,
+    BadTree,
+    Offer,
+    Tree,
+    TreeEntry,
+    ask_offer,
+    ask_piece,
+    ask_trees,
+    receive_piece,
+)
 from tests.fuzz.corpus import VERSION
 from tests.fuzz.harness import Target, parser
 from tests.fuzz.mutation import Mutator
@@ -100,7 +110,7 @@ async def _holder() -> AsyncIterator[Talk]:
 
 @cache
 def _questions() -> tuple[Frame, ...]:
-    stream, version = f"{ids.WEIGHTS} 1", _manifest().version
+    stream, version = f"{WEIGHTS.id} 1", _manifest().version
     frames = (
         wire.WeightsFrame(query=wire.WeightsQuery(model_version=version)),
         wire.WeightsFrame(tree_query=wire.TreeQuery(model_version=version, part=1)),
@@ -134,5 +144,5 @@ def _answers(mutator: Mutator) -> list[tuple[Any, bytes]]:
 TARGETS: Final[tuple[Target, ...]] = (
     parser("tree of weights", 12, _tree, _read_tree, BadTree, ModelError),
     Target("questions about weights", 3, _to_holder, _holder, 400.0, peak=4 << 20),
-    asking("asked for weights", 3, _ask, _answers, wire.WeightsFrame, max_header=4 << 20),
+    asking("asked for weights", 3, _ask, _answers, WEIGHTS_ASKED, max_header=WEIGHTS_ASKED.max_header),
 )

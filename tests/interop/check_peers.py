@@ -21,7 +21,8 @@ from petalnode.node.trust.store import TrustStore
 from petalnode.node.version import __version__
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState, sign_announcement
-from petalnode.protocols.ids import DIRECTORY, Span
+from petalnode.protocols.directory import DIRECTORY
+from petalnode.protocols.ids import Span
 from tests.interop.go_node import PUBLIC, GoNode, GoNodes, read_varint
 from tests.interop.peers import JsNode, JsNodes, found_by
 from tests.nat.lab import Host, Kind, Lab, open_lab
@@ -84,7 +85,7 @@ def test_other_keys_peers_circuit_and_learn_the_reason(node_starter: Nodes, js: 
     dialer = js.start(key=key)
     assert dialer.ask("echo", peer=circuit, size=1 << 20) == {"back": 1 << 20, "limits": [None]}
     assert f"the one of {dialer.peer_id} is of another kind" in dialer.ask(
-        "listen", peer=ours.address, protocol=DIRECTORY
+        "listen", peer=ours.address, protocol=DIRECTORY.id
     )
 
 
@@ -203,7 +204,7 @@ def test_nodes_of_go_meet_through_ours(node_starter: Nodes, go: GoNodes, listen:
     until(lambda: one.provide("a thing"), "a peer in its table")
     until(lambda: other.providers("a thing") == {one.peer_id}, "the record")
     ping = wire.DirectoryFrame(ping=wire.Ping(payload=b"p" * 64)).SerializeToString()
-    with other.open(ours.peer_id, DIRECTORY) as stream:
+    with other.open(ours.peer_id, DIRECTORY.id) as stream:
         stream.write(bytes([len(ping)]) + ping)
         stream.flush()
         assert stream.read(1 + len(ping)) == bytes([len(ping)]) + ping
@@ -219,7 +220,7 @@ def test_nodes_of_go_meet_through_our_relay(node_starter: Nodes, go: GoNodes, ke
     until(lambda: other.connect(circuit), "the reservation")
     assert other.paths(hidden.peer_id)  # on this machine they find a direct way as well
     if key == "ECDSA":
-        with other.open(ours.peer_id, DIRECTORY) as stream:
+        with other.open(ours.peer_id, DIRECTORY.id) as stream:
             said = wire.DirectoryFrame.FromString(stream.read(read_varint(stream)))
         assert f"the one of {other.peer_id} is of another kind" in said.error.message
 

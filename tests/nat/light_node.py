@@ -28,6 +28,7 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
+from petalnode.protocols.ids import StreamProtocol
 from tests.connections import connection_lost
 from tests.swarm.announcer import ECHO, echo, made_up
 
@@ -84,11 +85,11 @@ class Commands:
         await connection_lost(self._swarm.host, self._found(peer)[0]).wait()
         return time.perf_counter() - start
 
-    async def open(self, peer: str, timeout: float = 60.0, protocol: str = ECHO) -> int:
+    async def open(self, peer: str, timeout: float = 60.0, protocol: str = ECHO.id) -> int:
         """A stream, by a number that `echo` and `close` take."""
         peer_id, addrs = self._found(peer)
         self._swarm.host.remember(peer_id, addrs)
-        self._streams.append(await self._swarm.new_stream(peer_id, protocol, Frame, timeout=timeout))
+        self._streams.append(await self._swarm.new_stream(peer_id, StreamProtocol(protocol, Frame), timeout=timeout))
         return len(self._streams) - 1
 
     async def echo(self, stream: int, size: int = 16, times: int = 1, timeout: float = 60.0) -> list[float]:
@@ -118,7 +119,7 @@ class Commands:
         with trio.move_on_after(timeout):
             while True:
                 try:
-                    async with self._swarm.open_stream(peer_id, ECHO, Frame, timeout=timeout) as stream:
+                    async with self._swarm.open_stream(peer_id, ECHO, timeout=timeout) as stream:
                         await stream.send(Frame(step=wire.Step(sequence=1)), timeout=4)
                         await stream.receive(timeout=4)
                     return time.perf_counter() - start
@@ -224,7 +225,7 @@ async def main(options: dict[str, Any]) -> None:
         logging.getLogger("petalnode").setLevel(level)
     joining, announced = config(options), options
     async with open_swarm(joining) as swarm:
-        swarm.set_handler(ECHO, Frame, echo)
+        swarm.set_handler(ECHO, echo)
         if "blocks" in announced:
             swarm.announce(made_up(swarm, announced))
         say(event="ready", peer_id=swarm.peer_id, addrs=swarm.addrs)

@@ -18,10 +18,10 @@ from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement
 from petalnode.protocols.framing import MessageStream
-from petalnode.protocols.ids import Span
+from petalnode.protocols.ids import Span, StreamProtocol
 from tests.announcements import plain
 
-ECHO = "/echo/1"
+ECHO = StreamProtocol("/echo/1", wire.InferenceFrame)
 
 
 async def echo(stream: MessageStream[wire.InferenceFrame]) -> None:
@@ -69,7 +69,7 @@ async def main(options: dict) -> None:
     )
     async with open_swarm(config) as swarm:
         if options.get("role") == "echo":
-            swarm.set_handler(ECHO, wire.InferenceFrame, echo)
+            swarm.set_handler(ECHO, echo)
         if "blocks" in options:
             swarm.announce(made_up(swarm, options))
         print(json.dumps({"event": "ready", "peer_id": swarm.peer_id, "addrs": swarm.addrs}), flush=True)

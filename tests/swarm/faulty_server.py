@@ -19,9 +19,8 @@ from petalnode.node.swarm import swarm as swarm_module
 from petalnode.node.testing import MemoryNode
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream, PeerError, ProtocolError, StreamClosed
-from petalnode.protocols.ids import BACKWARD, FORWARD, INFERENCE
-from petalnode.protocols.inference import Refusal, receipt_from_wire, receipt_to_wire, sha256
-from petalnode.protocols.training import hash_of_payloads
+from petalnode.protocols.inference import INFERENCE, Refusal, receipt_from_wire, receipt_to_wire, sha256
+from petalnode.protocols.training import BACKWARD, FORWARD, hash_of_payloads
 from tests.node_inspection import raw_of
 
 Stream = MessageStream[wire.InferenceFrame]
@@ -31,10 +30,10 @@ def install(control: Path) -> None:
     """Makes every server that this process starts from now on a faulty one, in sessions and in training."""
     honest = swarm_module.Swarm.set_handler
 
-    def set_handler(self: Any, protocol: str, frame_type: Any, handler: Any, **options: Any) -> None:
+    def set_handler(self: Any, protocol: Any, handler: Any, **options: Any) -> None:
         if protocol in _SPOILED:
             handler = _spoiling(handler, control, self.identity, _SPOILED[protocol])
-        honest(self, protocol, frame_type, handler, **options)
+        honest(self, protocol, handler, **options)
 
     swarm_module.Swarm.set_handler = set_handler  # type: ignore[method-assign]
 
@@ -43,10 +42,10 @@ def spoil(node: MemoryNode, control: Path) -> None:
     """Makes a server in memory a faulty one."""
     honest = node.set_handler
 
-    def set_handler(protocol: str, frame_type: Any, handler: Any, **options: Any) -> None:
+    def set_handler(protocol: Any, handler: Any, **options: Any) -> None:
         if protocol in _SPOILED:
             handler = _spoiling(handler, control, node.identity, _SPOILED[protocol])
-        honest(protocol, frame_type, handler, **options)
+        honest(protocol, handler, **options)
 
     node.set_handler = set_handler  # type: ignore[method-assign]
 
@@ -269,7 +268,7 @@ class _SpoiledBackward(_SpoiledWorks):
     gives_gradients = True
 
 
-_SPOILED: dict[str, type[Any]] = {INFERENCE: _Spoiled, FORWARD: _SpoiledWorks, BACKWARD: _SpoiledBackward}
+_SPOILED: dict[Any, type[Any]] = {INFERENCE: _Spoiled, FORWARD: _SpoiledWorks, BACKWARD: _SpoiledBackward}
 
 WORK_FAULTS = ("reset", "error", "shape", "altered", "forged", "stranger", "nan")
 """Of replies to works; "silence" too, which takes a deadline to be noticed, and "no gradients", a plain refusal."""

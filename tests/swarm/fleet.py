@@ -13,7 +13,7 @@ from petalnode.crypto.identity import peer_id_from_bytes
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.ids import INFERENCE
+from petalnode.protocols.inference import INFERENCE
 from tests.inspection import call, client_of
 from tests.swarm.memory_pool import MemoryPool
 from tests.swarm.processes import until

@@ -8,7 +8,7 @@ from typing import Any
 
 from petalnode.node.testing import MemoryNode
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.ids import INFERENCE, PUSH
+from petalnode.protocols.inference import INFERENCE, PUSH
 from tests.swarm.watched_streams import watch_served
 
 

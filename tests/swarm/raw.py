@@ -16,7 +16,7 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
-from petalnode.protocols.ids import INFERENCE
+from petalnode.protocols.inference import INFERENCE
 from tests.messages import opening
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class RawSession:
     @classmethod
     async def connect(cls, swarm: Swarm, ready: dict[str, Any]) -> RawSession:
         swarm.host.remember(ready["peer_id"], ready["addrs"])
-        stream = await swarm.new_stream(ready["peer_id"], INFERENCE, wire.InferenceFrame, timeout=TIMEOUT)
+        stream = await swarm.new_stream(ready["peer_id"], INFERENCE, timeout=TIMEOUT)
         return cls(stream, ready)
 
     @classmethod

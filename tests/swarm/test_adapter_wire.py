@@ -12,8 +12,8 @@ from petalnode.node.models.adapter import Adapter
 from petalnode.node.swarm.swarm import Swarm
 from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.adapter import ADAPTER
 from petalnode.protocols.framing import PeerError
-from petalnode.protocols.ids import ADAPTER
 from petalnode.protocols.inference import receipt_from_wire
 from petalnode.protocols.tensors import encode
 from petalnode.protocols.training import BatchFrames, send_pieces
@@ -64,7 +64,7 @@ def offer(content: Adapter, ready: dict[str, Any], **fields: Any) -> tuple[wire.
 
 async def opened(swarm: Swarm, ready: dict[str, Any]) -> BatchFrames:
     swarm.host.remember(ready["peer_id"], ready["addrs"])
-    return await swarm.new_stream(ready["peer_id"], ADAPTER, wire.BatchFrame, timeout=TIMEOUT, max_header=1 << 20)
+    return await swarm.new_stream(ready["peer_id"], ADAPTER, timeout=TIMEOUT)
 
 
 async def answer(stream: BatchFrames) -> wire.BatchFrame:

@@ -27,9 +27,9 @@ from petalnode.node.trust.receipt_log import ReceiptArchive
 from petalnode.node.validator.auditing import AUDITS, ReceiptAuditService
 from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.evidence import EVIDENCE_SIZES, PIECE_BYTES
+from petalnode.protocols.evidence import RECEIPTS
 from petalnode.protocols.framing import PeerError
-from petalnode.protocols.ids import RECEIPTS, Span
+from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import receipt_to_wire
 from petalnode.protocols.tensors import encode
 from tests.signing_server import SigningServer
@@ -123,9 +123,7 @@ def signing_server(models: Path) -> SigningServer:
 async def offer(swarm: Swarm, address: str, message: wire.Offer) -> wire.EvidenceFrame:
     auditor, addr = address.rsplit("/p2p/", 1)[1], address.rsplit("/p2p/", 1)[0]
     swarm.host.remember(auditor, [addr])
-    async with swarm.open_stream(
-        auditor, RECEIPTS, wire.EvidenceFrame, timeout=60, max_header=EVIDENCE_SIZES.max_header, max_payload=PIECE_BYTES
-    ) as stream:
+    async with swarm.open_stream(auditor, RECEIPTS, timeout=60) as stream:
         await stream.send(wire.EvidenceFrame(offer=message), timeout=60)
         frame, _ = await stream.receive(timeout=60)
         return frame

@@ -22,8 +22,8 @@ from petalnode.node.swarm.swarm import open_swarm
 from petalnode.node.trust.receipt_log import SessionLog
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
-from petalnode.protocols.ids import INFERENCE, Span
-from petalnode.protocols.inference import pledge_to_wire, receipt_to_wire, root_of
+from petalnode.protocols.ids import Span
+from petalnode.protocols.inference import INFERENCE, pledge_to_wire, receipt_to_wire, root_of
 from tests.inspection import skip_reply
 from tests.receipts import RECEIPT, of_answer
 from tests.swarm.processes import LOOPBACK
@@ -172,10 +172,10 @@ async def test_pledge_of_another_time_is_no_lie(name: str) -> None:
 
     with trio.fail_after(60):
         async with open_swarm(SwarmConfig(server, listen=(LOOPBACK,))) as serving:
-            serving.set_handler(INFERENCE, wire.InferenceFrame, grant)
+            serving.set_handler(INFERENCE, grant)
             config = SwarmConfig(Identity.generate(), peers=tuple(serving.addrs), serve_dht=False)
             async with open_swarm(config) as client:
-                stream = await client.new_stream(server.peer_id, INFERENCE, wire.InferenceFrame, timeout=60)
+                stream = await client.new_stream(server.peer_id, INFERENCE, timeout=60)
                 session = SessionStream(
                     stream, Hop(server.peer_id, SPEC.span), SPEC, client.peer_id, claims=None, log=None
                 )
@@ -188,10 +188,10 @@ async def talk(cheat: Cheat | None, claims: ServerClaims | None = None, log: Ses
     identity = Identity.generate()
     with trio.fail_after(60):
         async with open_swarm(SwarmConfig(identity, listen=(LOOPBACK,))) as server:
-            server.set_handler(INFERENCE, wire.InferenceFrame, answering(identity, cheat))  # type: ignore[arg-type]
+            server.set_handler(INFERENCE, answering(identity, cheat))  # type: ignore[arg-type]
             config = SwarmConfig(Identity.generate(), peers=tuple(server.addrs), serve_dht=False)
             async with open_swarm(config) as client:
-                stream = await client.new_stream(server.peer_id, INFERENCE, wire.InferenceFrame, timeout=60)
+                stream = await client.new_stream(server.peer_id, INFERENCE, timeout=60)
                 session = SessionStream(
                     stream, Hop(server.peer_id, SPEC.span), SPEC, client.peer_id, claims=claims, log=log
                 )

@@ -22,8 +22,7 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.node.trust.bundle import Bundle, equivocation_bundle
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.credits import clearing_to_wire, price
-from petalnode.protocols.ids import CREDITS
+from petalnode.protocols.credits import CREDITS, clearing_to_wire, price
 from tests.connections import free_port
 from tests.swarm.processes import Node, Nodes, Outcome, petalnode
 from tests.swarm.raw import RawSession
@@ -172,7 +171,7 @@ async def test_only_the_holder_is_told_what_it_has(points: PointsSwarm) -> None:
     async with client(points) as swarm:
         peer, addr = parse_peer(points.validator_address)
         swarm.host.remember(peer, [addr])
-        async with swarm.open_stream(peer, CREDITS, wire.CreditsFrame, timeout=20) as stream:
+        async with swarm.open_stream(peer, CREDITS, timeout=20) as stream:
             for code, frame in bad.items():
                 await stream.send(frame, timeout=20)
                 answer, _ = await stream.receive(timeout=20)

@@ -17,9 +17,9 @@ from petalnode.node.errors import BadInput, MachineError, SwarmError
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.directory import MAX_HEADER
+from petalnode.protocols.directory import DIRECTORY
 from petalnode.protocols.framing import PeerError
-from petalnode.protocols.ids import DIRECTORY, Span
+from petalnode.protocols.ids import Span
 from tests.announcements import plain, signed
 from tests.node_inspection import forget_servers, table_of
 from tests.patience import eventually
@@ -173,7 +173,7 @@ async def test_a_server_that_changes_is_seen_changed():
 
 async def publish(swarm: Swarm, to: str, record: wire.SignedAnnouncement) -> bool:
     """Pushes a record; whether the peer went on talking."""
-    async with swarm.open_stream(to, DIRECTORY, wire.DirectoryFrame, timeout=60, max_header=MAX_HEADER) as stream:
+    async with swarm.open_stream(to, DIRECTORY, timeout=60) as stream:
         await stream.send(wire.DirectoryFrame(publish=record), timeout=60)
         await stream.send(wire.DirectoryFrame(ping=wire.Ping(payload=b"x")), timeout=60)
         try:
@@ -208,9 +208,7 @@ async def test_peer_that_asks_too_much_is_told():
         open_swarm(config(listen=(LOOPBACK,))) as server,
         open_swarm(config(*server.addrs)) as swarm,
     ):
-        async with swarm.open_stream(
-            server.peer_id, DIRECTORY, wire.DirectoryFrame, timeout=60, max_header=MAX_HEADER
-        ) as stream:
+        async with swarm.open_stream(server.peer_id, DIRECTORY, timeout=60) as stream:
             for _ in range(200):
                 await stream.send(wire.DirectoryFrame(query=wire.DirectoryQuery()), timeout=60)
                 reply, _ = await stream.receive(timeout=60)

@@ -28,7 +28,7 @@ from petalnode.node.trust.evidence_message import (
 from petalnode.node.trust.store import TrustStore
 from petalnode.node.validator.endorsing import Endorser
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.evidence import send_bundle
+from petalnode.protocols.evidence import EVIDENCE, send_bundle
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import Refusal
@@ -51,7 +51,7 @@ from tests.tiny_models import HIDDEN, save_tiny
 
 async def fetched(gossip: EvidenceGossip, *ids: bytes) -> list[Bundle | str]:
     """What a node answers to one who asks for these one after the other; the reason where it has not."""
-    ours, theirs = message_streams(wire.EvidenceFrame, "asking", "asked")
+    ours, theirs = message_streams(EVIDENCE, "asking", "asked")
     answers: list[Bundle | str] = []
 
     async def serve() -> None:
@@ -90,14 +90,14 @@ async def test_what_comes_with_message_is_handed_out_too() -> None:
 
 @pytest.mark.virtual_time
 async def test_evidence_stream_that_asks_otherwise_is_over() -> None:
-    ours, theirs = message_streams(wire.EvidenceFrame, "asking", "asked")
+    ours, theirs = message_streams(EVIDENCE, "asking", "asked")
     await ours.send(wire.EvidenceFrame(close=wire.Close()), timeout=1)
     await node()[0].serve(theirs)  # returns
 
 
 @pytest.mark.virtual_time
 async def test_other_evidence_than_asked_for_is_not_taken() -> None:
-    ours, theirs = message_streams(wire.EvidenceFrame, "asking", "asked")
+    ours, theirs = message_streams(EVIDENCE, "asking", "asked")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(partial(send_bundle, theirs, equivocation().to_bytes(), timeout=10))
         with pytest.raises(PeerError, match="other evidence"):

@@ -21,7 +21,7 @@ from multiaddr import Multiaddr
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.session.recovery import RECOVERY
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.ids import INFERENCE
+from petalnode.protocols.inference import INFERENCE
 from tests import greedy
 from tests.connections import connection_lost
 from tests.greedy import prompt

@@ -36,10 +36,9 @@ from petalnode.node.server.requests.request import RequestContext
 from petalnode.node.server.requests.service import RequestService
 from petalnode.node.swarm.routing import Hop
 from petalnode.node.trust.receipt_log import ReceiptArchive
-from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream, PeerError, StreamClosed
-from petalnode.protocols.ids import INFERENCE, PUSH, Span
-from petalnode.protocols.inference import MAX_STEP_BYTES
+from petalnode.protocols.ids import Span, StreamProtocol
+from petalnode.protocols.inference import INFERENCE, PUSH
 from tests.inspection import push_streams, sessions_of
 from tests.swarm.relays import host_here, relay_here, reserve, until
 from tests.tiny_models import HIDDEN
@@ -68,16 +67,16 @@ class Ways:
             return event
         return self._direct.setdefault(peer_id, trio.Event())
 
-    async def stream(self, peer_id: str, protocol: str, frame: Any, direct: bool) -> Any:
+    async def stream(self, peer_id: str, protocol: StreamProtocol[Any], direct: bool) -> Any:
         try:
             with trio.fail_after(60):
-                raw = await self.host.open_stream(peer_id, protocol, direct=direct)
+                raw = await self.host.open_stream(peer_id, protocol.id, direct=direct)
         except (ConnectionError, trio.TooSlowError) as error:
             raise StreamClosed(str(error), peer_id) from error
-        return MessageStream(raw, frame, peer_id, max_payload=MAX_STEP_BYTES)
+        return MessageStream(raw, protocol, peer_id)
 
     async def open_push(self, peer_id: str, *, direct: bool = False) -> PushStream:
-        stream: PushStream = await self.stream(peer_id, PUSH, wire.PushFrame, direct)
+        stream: PushStream = await self.stream(peer_id, PUSH, direct)
         return stream
 
 
@@ -101,7 +100,7 @@ class OneRoute(Ways):
 
     async def connect(self, hop: Hop, *, direct: bool = False) -> InferenceStream:
         try:
-            stream: InferenceStream = await self.stream(hop.peer_id, INFERENCE, wire.InferenceFrame, direct)
+            stream: InferenceStream = await self.stream(hop.peer_id, INFERENCE, direct)
         except PeerError as error:
             raise ServerFailed(str(error), hop.peer_id) from error
         return stream
@@ -158,17 +157,17 @@ async def server_here(blocks: BlockSpan) -> AsyncIterator[tuple[Host, RequestSer
         service = RequestService(context, MemoryBudget(CACHE), Ways(host), Adapters(context))
 
         async def serve(raw: StreamBytes, peer_id: str) -> None:
-            await service.handle_session(MessageStream(raw, wire.InferenceFrame, peer_id, max_payload=MAX_STEP_BYTES))
+            await service.handle_session(MessageStream(raw, INFERENCE, peer_id))
 
         async def serve_push(raw: StreamBytes, peer_id: str) -> None:
-            stream = MessageStream(raw, wire.PushFrame, peer_id, max_payload=MAX_STEP_BYTES)
+            stream = MessageStream(raw, PUSH, peer_id)
             try:
                 await service.handle_push(stream)
             except PeerError:
                 await stream.reset()
 
-        host.set_stream_handler(INFERENCE, serve)
-        host.set_stream_handler(PUSH, serve_push)
+        host.set_stream_handler(INFERENCE.id, serve)
+        host.set_stream_handler(PUSH.id, serve_push)
         try:
             yield host, service
         finally:

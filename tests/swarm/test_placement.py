@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from petalnode.node.swarm.swarm import open_swarm
 from petalnode.node.testing import MemoryNetwork
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import DOMAIN, Announcement, ServerState, SignedAnnouncement
+from petalnode.protocols.directory import DIRECTORY, TRANSFER
 from petalnode.protocols.framing import PeerError, StreamTimeout
-from petalnode.protocols.ids import DIRECTORY, TRANSFER, Span
+from petalnode.protocols.ids import Span
 from tests.connections import connection_lost
 from tests.directory_node import DirectoryNode
 from tests.model_hub import serve_hub
@@ -253,9 +255,7 @@ async def test_impossible_announcement_is_told_once_and_ignored(caplog: pytest.L
                     state=wire.STATE_ONLINE,
                 ).SerializeToString()
                 signed = wire.SignedAnnouncement(announcement=content, signature=liar.identity.sign(DOMAIN, content))
-                async with liar.swarm.open_stream(
-                    usual.swarm.peer_id, DIRECTORY, wire.DirectoryFrame, timeout=DEADLINE
-                ) as stream:
+                async with liar.swarm.open_stream(usual.swarm.peer_id, DIRECTORY, timeout=DEADLINE) as stream:
                     await stream.send(wire.DirectoryFrame(publish=signed), timeout=DEADLINE)
                     with pytest.raises(PeerError):
                         await stream.receive(timeout=DEADLINE)
@@ -368,7 +368,7 @@ async def test_the_network_is_measured_with_those_that_answer(slowness: Slowness
             assert 0 < await measure_network(first.swarm, MODEL, timeout=DEADLINE) < slowest
             assert await measure_network(first.swarm, b"o" * 32, timeout=DEADLINE) == 0
             greedy = await first.swarm.new_stream(
-                second.swarm.peer_id, TRANSFER, wire.TransferFrame, timeout=DEADLINE, max_payload=1 << 30
+                second.swarm.peer_id, replace(TRANSFER, max_payload=1 << 30), timeout=DEADLINE
             )
             await greedy.send(wire.TransferFrame(wanted=1 << 29), timeout=DEADLINE)
             with pytest.raises(PeerError):

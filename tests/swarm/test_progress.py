@@ -21,7 +21,8 @@ from petalnode.node.client.session.compared_session import ComparedSession
 from petalnode.node.client.session.comparing import Weights
 from petalnode.node.client.session.stream import SessionSpec
 from petalnode.node.errors import NoChainError, SwarmError
-from petalnode.protocols.ids import INFERENCE, Span
+from petalnode.protocols.ids import Span
+from petalnode.protocols.inference import INFERENCE
 from tests.inspection import tasks_of
 from tests.patience import eventually
 from tests.swarm.virtual_servers import (
@@ -343,7 +344,7 @@ async def test_nothing_is_left_of_those_that_were_asked(slow: float) -> None:
                     await talking.step()
             await eventually(lambda: not tasks_of(client), "the client's tasks have ended")
             links = [swarm.network.link(client.peer_id, server.peer_id) for server in swarm.servers]
-            assert not [stream for link in links for stream in link.live(INFERENCE) if not stream.is_closed]
+            assert not [stream for link in links for stream in link.live(INFERENCE.id) if not stream.is_closed]
             await eventually(lambda: not any(s.sessions for s in swarm.servers if s.answers), "caches are free")
 
 

@@ -16,8 +16,8 @@ from petalnode.node.swarm.swarm import Swarm
 from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
-from petalnode.protocols.ids import PUSH, Span
-from petalnode.protocols.inference import receipt_from_wire
+from petalnode.protocols.ids import Span
+from petalnode.protocols.inference import PUSH, receipt_from_wire
 from tests.attacks.one_server import OneServer, one_server, pushed
 from tests.swarm.free_tokens import TOKENS, announced_free
 from tests.swarm.memory_pool import MemoryPool, raw_node_of
@@ -194,7 +194,7 @@ async def test_push_in_between_comes_on_the_next_stream(moment: str, server: Mem
     session = await opened(raw_node, server)
     await session.step(1, 0, values(3))
     raw_node.host.remember(server.peer_id, server.ready["addrs"])
-    pusher = await raw_node.new_stream(server.peer_id, PUSH, wire.PushFrame, timeout=TIMEOUT)
+    pusher = await raw_node.new_stream(server.peer_id, PUSH, timeout=TIMEOUT)
     payload = values(1, seed=5)
     if moment == "while nobody listens":
         await session.stream.reset()

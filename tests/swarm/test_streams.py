@@ -7,6 +7,7 @@ import math
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import trio
@@ -46,14 +47,14 @@ async def echo(stream: MessageStream[Frame], payload: bytes) -> None:
 
 
 async def echo_once(swarm: Swarm, node: Node) -> None:
-    async with swarm.open_stream(node.peer_id, ECHO, Frame, timeout=60) as stream:
+    async with swarm.open_stream(node.peer_id, ECHO, timeout=60) as stream:
         await echo(stream, b"still here")
 
 
 async def test_messages_of_all_sizes_come_back(echo_node):
     async with (
         client(echo_node) as swarm,
-        swarm.open_stream(echo_node.peer_id, ECHO, Frame, timeout=60) as stream,
+        swarm.open_stream(echo_node.peer_id, ECHO, timeout=60) as stream,
     ):
         for size in (0, 1, 65507, 65508, 3 * MIB, 20 * MIB):
             await echo(stream, bytes(range(256)) * (size // 256) + bytes(size % 256))
@@ -62,9 +63,9 @@ async def test_messages_of_all_sizes_come_back(echo_node):
 async def test_cancelled_transfers_leave_the_connection_healthy(echo_node):
     async with client(echo_node) as swarm:
         payload = bytes(16 * MIB)
-        async with swarm.open_stream(echo_node.peer_id, ECHO, Frame, timeout=60) as bystander:
+        async with swarm.open_stream(echo_node.peer_id, ECHO, timeout=60) as bystander:
             for attempt in range(12):
-                stream = await swarm.new_stream(echo_node.peer_id, ECHO, Frame, timeout=60)
+                stream = await swarm.new_stream(echo_node.peer_id, ECHO, timeout=60)
                 # Nobody reads the echo, so it gets stuck sooner or later, wherever that is.
                 with trio.move_on_after(0.002 * attempt), contextlib.suppress(StreamTimeout):
                     for _ in range(8):
@@ -75,7 +76,7 @@ async def test_cancelled_transfers_leave_the_connection_healthy(echo_node):
 
 async def test_hundreds_of_streams_share_a_connection(echo_node):
     async with client(echo_node) as swarm:
-        streams = [await swarm.new_stream(echo_node.peer_id, ECHO, Frame, timeout=60) for _ in range(300)]
+        streams = [await swarm.new_stream(echo_node.peer_id, ECHO, timeout=60) for _ in range(300)]
         async with trio.open_nursery() as nursery:
             for number, stream in enumerate(streams):
                 nursery.start_soon(echo, stream, number.to_bytes(2, "big"))
@@ -88,7 +89,7 @@ async def test_killed_peer_ends_waiting_read_at_once(echo_node):
     async with client(echo_node) as swarm:
         lost = connection_lost(swarm.host, echo_node.peer_id)
         async with trio.open_nursery() as nursery:
-            stream = await swarm.new_stream(echo_node.peer_id, ECHO, Frame, timeout=60)
+            stream = await swarm.new_stream(echo_node.peer_id, ECHO, timeout=60)
             await echo(stream, b"alive")
             nursery.start_soon(trio.to_thread.run_sync, echo_node.kill)
             start = time.perf_counter()
@@ -100,12 +101,12 @@ async def test_killed_peer_ends_waiting_read_at_once(echo_node):
                 await lost.wait()
             assert not swarm.is_connected(echo_node.peer_id)
             with pytest.raises(PeerError):
-                await swarm.new_stream(echo_node.peer_id, ECHO, Frame, timeout=60)
+                await swarm.new_stream(echo_node.peer_id, ECHO, timeout=60)
 
 
 async def test_frozen_peer_is_noticed_and_slow_ones_not(echo_node):
     async with client(echo_node) as swarm:
-        stream = await swarm.new_stream(echo_node.peer_id, ECHO, Frame, timeout=60)
+        stream = await swarm.new_stream(echo_node.peer_id, ECHO, timeout=60)
         await echo(stream, b"alive")
         echo_node.freeze()
         with pytest.raises(StreamTimeout):
@@ -153,7 +154,7 @@ async def test_strangers_who_talk_nonsense_do_not_hurt_node(echo_node):
 
 async def test_an_unknown_protocol_is_refused_quickly(echo_node):
     async with client(echo_node) as swarm:
-        stream = await swarm.new_stream(echo_node.peer_id, "/nobody/1", Frame, timeout=60)
+        stream = await swarm.new_stream(echo_node.peer_id, replace(ECHO, id="/nobody/1"), timeout=60)
         await stream.send(message(b"for nobody"), [b"for nobody"], timeout=60)
         with pytest.raises(StreamClosed, match="/nobody/1"):
             await stream.receive(timeout=60)
@@ -167,10 +168,10 @@ async def test_a_handler_that_fails_resets_its_stream_only():
 
     listening = SwarmConfig(identity=Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))
     async with open_swarm(listening) as server:
-        server.set_handler("/fail/1", Frame, fail)
+        server.set_handler(ECHO, fail)
         async with open_swarm(SwarmConfig(identity=Identity.generate(), peers=tuple(server.addrs))) as swarm:
             for _ in range(2):
-                stream = await swarm.new_stream(server.peer_id, "/fail/1", Frame, timeout=60)
+                stream = await swarm.new_stream(server.peer_id, ECHO, timeout=60)
                 await stream.send(message(b""), [b""], timeout=60)
                 with pytest.raises(StreamClosed):
                     await stream.receive(timeout=60)
@@ -189,9 +190,9 @@ async def test_a_reader_that_pauses_keeps_its_stream():
 
     listening = SwarmConfig(identity=Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))
     async with open_swarm(listening) as server:
-        server.set_handler("/pause/1", Frame, pause)
+        server.set_handler(ECHO, pause)
         async with open_swarm(SwarmConfig(identity=Identity.generate(), peers=tuple(server.addrs))) as swarm:
-            stream = await swarm.new_stream(server.peer_id, "/pause/1", Frame, timeout=60)
+            stream = await swarm.new_stream(server.peer_id, ECHO, timeout=60)
             async with trio.open_nursery() as nursery:
 
                 async def send() -> None:
@@ -214,7 +215,7 @@ async def test_words_before_leaving_can_still_be_read():
     async def serve(task_status: trio.TaskStatus[Swarm]) -> None:
         listening = SwarmConfig(identity=Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))
         async with open_swarm(listening) as server:
-            server.set_handler("/say/1", Frame, say)
+            server.set_handler(ECHO, say)
             task_status.started(server)
             await said.wait()
 
@@ -222,7 +223,7 @@ async def test_words_before_leaving_can_still_be_read():
         server = await nursery.start(serve)
         joining = SwarmConfig(identity=Identity.generate(), peers=tuple(server.addrs))
         async with open_swarm(joining) as swarm:
-            stream = await swarm.new_stream(server.peer_id, "/say/1", Frame, timeout=60)
+            stream = await swarm.new_stream(server.peer_id, ECHO, timeout=60)
             with trio.fail_after(60):
                 await connection_lost(swarm.host, server.peer_id).wait()
             _, payloads = await stream.receive(timeout=60)

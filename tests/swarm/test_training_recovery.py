@@ -20,7 +20,7 @@ from petalnode.node.client.batch import batch_client
 from petalnode.node.errors import NoChainError, SwarmError
 from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.ids import BACKWARD, FORWARD
+from petalnode.protocols.training import BACKWARD, FORWARD, BatchProtocol
 from tests.inspection import client_of
 from tests.swarm.faulty_server import WORK_FAULTS, order
 from tests.swarm.fleet import Model, opened_for
@@ -48,16 +48,16 @@ class SeenRequests:
     """Sees the replies to batch requests that a client gets, as they arrive, and may do something then."""
 
     def __init__(self, model: Model) -> None:
-        self.replies: Counter[tuple[str, str]] = Counter()
+        self.replies: Counter[tuple[BatchProtocol, str]] = Counter()
         self.late_gradients: Counter[str] = Counter()
-        self.streams: dict[tuple[str, str], list[Any]] = defaultdict(list)
-        self._due: Callable[[str, str], object] = lambda protocol, peer_id: None
+        self.streams: dict[tuple[BatchProtocol, str], list[Any]] = defaultdict(list)
+        self._due: Callable[[BatchProtocol, str], object] = lambda protocol, peer_id: None
         for protocol in (FORWARD, BACKWARD):
             received = partial(self._received, protocol)
             watch_opened(client_of(model).swarm, protocol, sent=partial(self._sent, protocol), received=received)
 
     @contextmanager
-    def at_first(self, protocol: str, peer_id: str, due: Callable[[], object]) -> Iterator[None]:
+    def at_first(self, protocol: BatchProtocol, peer_id: str, due: Callable[[], object]) -> Iterator[None]:
         """Calls `due` when the first reply of this kind comes from this server."""
         done = []
 
@@ -69,12 +69,12 @@ class SeenRequests:
         yield
         assert done, "no such reply came"
 
-    def _sent(self, protocol: str, stream: Any, frame: wire.BatchFrame, payloads: Sequence[Any]) -> None:
+    def _sent(self, protocol: BatchProtocol, stream: Any, frame: wire.BatchFrame, payloads: Sequence[Any]) -> None:
         if frame.WhichOneof("body") == "open":
             self.streams[protocol, stream.peer_id].append(stream)
         self.late_gradients[stream.peer_id] += frame.WhichOneof("body") == "gradient"
 
-    def _received(self, protocol: str, stream: Any, frame: wire.BatchFrame, payloads: Sequence[Any]) -> None:
+    def _received(self, protocol: BatchProtocol, stream: Any, frame: wire.BatchFrame, payloads: Sequence[Any]) -> None:
         if frame.WhichOneof("body") == "reply":
             self.replies[protocol, stream.peer_id] += 1
             self._due(protocol, stream.peer_id)
@@ -157,7 +157,7 @@ def test_servers_compute_ahead_of_their_gradients(
 @pytest.mark.parametrize("protocol", [FORWARD, BACKWARD])
 @pytest.mark.parametrize("blocks", ["0:3", "3:6"])
 def test_a_server_is_killed(
-    protocol: str, blocks: str, pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer]
+    protocol: BatchProtocol, blocks: str, pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer]
 ) -> None:
     victim = pool.start(blocks)
     with trial(pool, folder, victim, *steady) as (comparison, requests):
@@ -167,7 +167,7 @@ def test_a_server_is_killed(
 
 
 @pytest.mark.parametrize("protocol", [FORWARD, BACKWARD])
-def test_others_with_other_boundaries_take_over(protocol: str, pool: MemoryPool, folder: Path) -> None:
+def test_others_with_other_boundaries_take_over(protocol: BatchProtocol, pool: MemoryPool, folder: Path) -> None:
     victim, *others = [pool.start(blocks) for blocks in ("0:6", "0:2", "2:5", "5:6")]
     with trial(pool, folder, victim, *others) as (comparison, requests):
         with requests.at_first(protocol, victim.peer_id, victim.kill):

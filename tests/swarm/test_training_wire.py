@@ -15,11 +15,13 @@ from petalnode.node.swarm.swarm import Swarm
 from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
-from petalnode.protocols.ids import BACKWARD, FORWARD
 from petalnode.protocols.inference import Refusal, receipt_from_wire
 from petalnode.protocols.training import (
+    BACKWARD,
+    FORWARD,
     NOTHING_KEPT,
     BatchFrames,
+    BatchProtocol,
     hash_of_batch,
     hash_of_keep,
     hash_of_payloads,
@@ -51,9 +53,11 @@ class RawBatchStream:
         self._ready = ready
 
     @classmethod
-    async def opened(cls, swarm: Swarm, ready: dict[str, Any], protocol: str, **fields: Any) -> RawBatchStream:
+    async def opened(
+        cls, swarm: Swarm, ready: dict[str, Any], protocol: BatchProtocol, **fields: Any
+    ) -> RawBatchStream:
         swarm.host.remember(ready["peer_id"], ready["addrs"])
-        stream = await swarm.new_stream(ready["peer_id"], protocol, wire.BatchFrame, timeout=TIMEOUT)
+        stream = await swarm.new_stream(ready["peer_id"], protocol, timeout=TIMEOUT)
         batches = cls(stream, ready)
         await batches.open(**fields)
         return batches
@@ -135,7 +139,7 @@ def _the_server_lives_on(server: MemoryServer, run: Run) -> Iterator[None]:
     ],
 )
 async def test_openings_that_are_refused(
-    protocol: str, fields: dict[str, Any], code: int, says: str, server: MemoryServer, raw_node: Swarm
+    protocol: BatchProtocol, fields: dict[str, Any], code: int, says: str, server: MemoryServer, raw_node: Swarm
 ) -> None:
     with pytest.raises(Refusal, match=says) as caught:
         await RawBatchStream.opened(raw_node, server.ready, protocol, **fields)
@@ -240,7 +244,7 @@ async def test_receipts_are_for_what_was_asked_and_answered(server: MemoryServer
         reply, payloads = await batches.reply()
         receipt = receipt_from_wire(reply.receipt)
         expected = hash_of_batch(
-            BACKWARD, request, hash_of_payloads([hidden, gradient]), kept if number else NOTHING_KEPT
+            BACKWARD.id, request, hash_of_payloads([hidden, gradient]), kept if number else NOTHING_KEPT
         )
         assert receipt.is_signed_by(server.peer_id) and receipt.client == raw_node.peer_id
         assert receipt.request_hash == expected
@@ -270,7 +274,7 @@ async def test_gradients_may_come_later_and_in_any_order(server: MemoryServer, r
         receipt = receipt_from_wire(reply.receipt)
         assert receipt.is_signed_by(server.peer_id)
         assert receipt.request_hash == hash_of_batch(
-            BACKWARD, request, hash_of_payloads([hidden, gradient]), NOTHING_KEPT
+            BACKWARD.id, request, hash_of_payloads([hidden, gradient]), NOTHING_KEPT
         )
 
 

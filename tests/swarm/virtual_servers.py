@@ -27,8 +27,8 @@ from petalnode.node.testing import MemoryNetwork, MemoryNode
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.framing import MessageStream, StreamTimeout
-from petalnode.protocols.ids import INFERENCE, Span
-from petalnode.protocols.inference import pushed_step, receipt_to_wire, root_of
+from petalnode.protocols.ids import Span
+from petalnode.protocols.inference import INFERENCE, pushed_step, receipt_to_wire, root_of
 from tests.receipts import of_answer
 
 VERSION = b"v" * 32
@@ -95,7 +95,7 @@ class VirtualServer:
         self.asked: set[Span] = set()
         self.others: dict[str, VirtualServer] = {}
         self._held: dict[bytes, _Held] = {}
-        self.node.set_handler(INFERENCE, wire.InferenceFrame, self._serve)
+        self.node.set_handler(INFERENCE, self._serve)
 
     @property
     def sessions(self) -> int:

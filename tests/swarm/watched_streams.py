@@ -35,25 +35,25 @@ class WatchedStream:
         return payloads if changed is None else changed
 
 
-def watch_served(node: Any, protocol: str, *, sent: Hook | None = None, received: Hook | None = None) -> None:
+def watch_served(node: Any, protocol: Any, *, sent: Hook | None = None, received: Hook | None = None) -> None:
     """From now on handlers of `protocol` that the node sets talk on watched streams."""
     honest = node.set_handler
 
-    def set_handler(name: str, frame_type: Any, handler: Any, **options: Any) -> None:
+    def set_handler(asked: Any, handler: Any, **options: Any) -> None:
         async def handle(stream: Any) -> None:
             await handler(WatchedStream(stream, sent=sent, received=received))
 
-        honest(name, frame_type, handle if name == protocol else handler, **options)
+        honest(asked, handle if asked == protocol else handler, **options)
 
     node.set_handler = set_handler
 
 
-def watch_opened(node: Any, protocol: str, *, sent: Hook | None = None, received: Hook | None = None) -> None:
+def watch_opened(node: Any, protocol: Any, *, sent: Hook | None = None, received: Hook | None = None) -> None:
     """Streams of `protocol` that the node opens from now on are watched."""
     connect = node.new_stream
 
-    async def new_stream(peer_id: str, name: str, *arguments: Any, **options: Any) -> Any:
-        stream = await connect(peer_id, name, *arguments, **options)
-        return WatchedStream(stream, sent=sent, received=received) if name == protocol else stream
+    async def new_stream(peer_id: str, asked: Any, **options: Any) -> Any:
+        stream = await connect(peer_id, asked, **options)
+        return WatchedStream(stream, sent=sent, received=received) if asked == protocol else stream
 
     node.new_stream = new_stream

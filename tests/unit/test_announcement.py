@@ -27,6 +27,7 @@ from petalnode.protocols.announcement import (
 )
 from petalnode.protocols.directory import (
     DIRECTORY_LIMITS,
+    MANIFEST,
     NodeInfo,
     answer_manifests,
     ask_manifest,
@@ -270,7 +271,7 @@ def test_known_record_is_not_confused_with_a_forgery():
 
 async def test_a_stream_for_manifests_answers_several_questions():
     manifest = wire.Manifest(config=b"{}", blocks=[bytes(32)])
-    ours, theirs = message_streams(wire.ManifestFrame, "asking", "asked")
+    ours, theirs = message_streams(MANIFEST, "asking", "asked")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(partial(answer_manifests, theirs, {b"v" * 32: manifest}, timeout=10))
         for version, expected in ((b"x" * 32, None), (b"v" * 32, manifest), (b"v" * 32, manifest)):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from dataclasses import replace
 from itertools import cycle
 
 import pytest
@@ -13,16 +14,19 @@ from hypothesis import strategies as st
 
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream, ProtocolError, StreamClosed, StreamTimeout
+from petalnode.protocols.ids import StreamProtocol
 from tests.unit.memory_ends import PEER, ends
 
 pytestmark = pytest.mark.virtual_time
 
 Frame = wire.InferenceFrame
+PROTOCOL = StreamProtocol("/petalnode/test/1", Frame)
 
 
 def streams(**limits: int) -> tuple[MessageStream[Frame], MessageStream[Frame]]:
     a, b = ends()
-    return MessageStream(a, Frame, PEER, **limits), MessageStream(b, Frame, PEER, **limits)
+    protocol = replace(PROTOCOL, **limits)
+    return MessageStream(a, protocol, PEER), MessageStream(b, protocol, PEER)
 
 
 def step(sequence: int, sizes: list[int]) -> Frame:
@@ -50,7 +54,7 @@ async def test_messages_arrive_as_they_were_sent(messages):
 
 async def test_small_message_is_one_write_and_large_several():
     a, b = ends()
-    sender, receiver = MessageStream(a, Frame, PEER), MessageStream(b, Frame, PEER)
+    sender, receiver = MessageStream(a, PROTOCOL, PEER), MessageStream(b, PROTOCOL, PEER)
     await sender.send(step(1, [2048]), [bytes(2048)], timeout=1)
     assert len(a.writes) == 1
     a.writes.clear()
@@ -66,7 +70,7 @@ async def test_small_message_is_one_write_and_large_several():
 )
 async def test_payloads_are_whole_however_they_come(cuts, large):
     sent, got = ends()
-    theirs, receiver = MessageStream(sent, Frame, PEER), MessageStream(got, Frame, PEER)
+    theirs, receiver = MessageStream(sent, PROTOCOL, PEER), MessageStream(got, PROTOCOL, PEER)
     contents = [
         [os.urandom(size) for size in sizes] for sizes in ((large, 7, large // 2), (large,), (5,), (large // 5,))
     ]
@@ -124,7 +128,7 @@ async def test_payloads_unlike_the_header_are_our_mistake():
 )
 async def test_garbage_is_a_protocol_error_and_resets(sent, what):
     a, b = ends()
-    stream = MessageStream(b, Frame, PEER, max_header=1000)
+    stream = MessageStream(b, replace(PROTOCOL, max_header=1000), PEER)
     await a.write(sent)
     await a.close()
     for _ in range(2):
@@ -140,7 +144,7 @@ async def test_an_announced_payload_is_refused_before_it_comes():
     data = frame.SerializeToString()
     await a.write(bytes([len(data)]) + data)
     with pytest.raises(ProtocolError, match="allowed"):
-        await MessageStream(b, Frame, PEER).receive(timeout=1)
+        await MessageStream(b, PROTOCOL, PEER).receive(timeout=1)
 
 
 async def test_payload_that_is_cut_short_is_protocol_error():
@@ -151,7 +155,7 @@ async def test_payload_that_is_cut_short_is_protocol_error():
     await a.write(bytes([len(data)]) + data + b"12345")
     await a.close()
     with pytest.raises(ProtocolError, match="cut short"):
-        await MessageStream(b, Frame, PEER).receive(timeout=1)
+        await MessageStream(b, PROTOCOL, PEER).receive(timeout=1)
 
 
 @settings(max_examples=200, deadline=None)
@@ -160,7 +164,7 @@ async def test_no_bytes_raise_anything_but_peer_errors(data):
     a, b = ends()
     await a.write(data)
     await a.close()
-    stream = MessageStream(b, Frame, PEER)
+    stream = MessageStream(b, PROTOCOL, PEER)
     with contextlib.suppress(ProtocolError, StreamClosed):
         while True:
             await stream.receive(timeout=1)
@@ -184,7 +188,7 @@ async def test_receive_cancelled_in_a_message_loses_nothing():
     sender_frame.tensors[0].nbytes = 6
     data = sender_frame.SerializeToString()
     wire_bytes = bytes([len(data)]) + data + b"abcdef"
-    stream = MessageStream(b, Frame, PEER)
+    stream = MessageStream(b, PROTOCOL, PEER)
     for byte in wire_bytes[:-1]:
         await a.write(bytes([byte]))
         with pytest.raises(StreamTimeout):
@@ -197,7 +201,7 @@ async def test_receive_cancelled_in_a_message_loses_nothing():
 
 async def test_send_that_nobody_reads_times_out_and_resets():
     a, _ = ends(lockstep=True)
-    stream = MessageStream(a, Frame, PEER)
+    stream = MessageStream(a, PROTOCOL, PEER)
     with pytest.raises(StreamTimeout, match="did not read"):
         await stream.send(step(1, [10]), [bytes(10)], timeout=2)
     assert a.was_reset
@@ -207,14 +211,14 @@ async def test_send_that_nobody_reads_times_out_and_resets():
 
 async def test_waiting_for_another_sender_does_not_reset():
     a, b = ends(lockstep=True)
-    stream = MessageStream(a, Frame, PEER)
+    stream = MessageStream(a, PROTOCOL, PEER)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(lambda: stream.send(step(1, [10]), [bytes(10)], timeout=math.inf))
         await trio.testing.wait_all_tasks_blocked()
         with pytest.raises(StreamTimeout):
             await stream.send(step(2, []), timeout=1)
         assert not a.was_reset
-        frame, _ = await MessageStream(b, Frame, PEER).receive(timeout=1)
+        frame, _ = await MessageStream(b, PROTOCOL, PEER).receive(timeout=1)
         assert frame.step.sequence == 1
 
 

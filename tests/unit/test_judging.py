@@ -25,9 +25,9 @@ from petalnode.node.verification.recomputation import SessionQuestion
 from petalnode.node.verification.tolerances import Calibration, Kind, Tolerance, find_tolerance, tolerance_of
 from petalnode.node.verification.verdicts import Compared, Judge, Verdict, worst_of
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.ids import FORWARD, Span
+from petalnode.protocols.ids import Span
 from petalnode.protocols.tensors import encode
-from petalnode.protocols.training import MicroBatch
+from petalnode.protocols.training import FORWARD, MicroBatch
 
 TOLERANCE = Tolerance(ok_worst=0.02, ok_mean=0.01, faulty_worst=0.04, faulty_mean=0.02)
 
@@ -207,7 +207,7 @@ def test_padding_of_a_batch_is_not_judged(mask: bytes, counted: list[list[bool]]
     tensor, payload = encode(hidden(2, 3, 8), "none")
     request = wire.BatchRequest(sequence=1, tensors=[tensor], mask=mask)
     receipt = Receipt(1, b"", (2, 4), "float32", "none", "client", b"", b"", 1, b"", b"", b"", b"", 0)
-    found = observed_batch(LoggedBatch("peer", FORWARD, receipt, MicroBatch(request, (payload,)), (payload,)))
+    found = observed_batch(LoggedBatch("peer", FORWARD.id, receipt, MicroBatch(request, (payload,)), (payload,)))
     assert (None if found.counts is None else found.counts.tolist()) == counted
     assert found.judged(found.claimed[0]).shape == ((2, 3, 8) if counted is None else (1, 5, 8))
 

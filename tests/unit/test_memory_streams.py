@@ -11,11 +11,12 @@ from petalnode.node.testing import message_streams, open_network, stream_pair
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.framing import MessageStream, StreamClosed, StreamTimeout
-from petalnode.protocols.ids import Span
+from petalnode.protocols.ids import Span, StreamProtocol
 
 pytestmark = pytest.mark.virtual_time
 
 Frame = wire.InferenceFrame
+ECHO = StreamProtocol("/echo/1", Frame)
 
 
 def message(payload: bytes) -> Frame:
@@ -23,7 +24,7 @@ def message(payload: bytes) -> Frame:
 
 
 async def test_messages_go_both_ways_and_end_is_seen() -> None:
-    one, other = message_streams(Frame, "one", "other")
+    one, other = message_streams(ECHO, "one", "other")
     assert (one.peer_id, other.peer_id) == ("other", "one")
     for sender, receiver in ((one, other), (other, one)):
         await sender.send(message(b"abc"), [b"abc"], timeout=1)
@@ -37,10 +38,10 @@ async def test_messages_go_both_ways_and_end_is_seen() -> None:
 
 
 async def test_who_does_not_read_holds_up_the_writer() -> None:
-    one, other = message_streams(Frame, "one", "other", ends=stream_pair(window=1000))
+    one, other = message_streams(ECHO, "one", "other", ends=stream_pair(window=1000))
     with pytest.raises(StreamTimeout):
         await one.send(message(bytes(5000)), [bytes(5000)], timeout=60)
-    one, other = message_streams(Frame, "one", "other", ends=stream_pair(window=1000))
+    one, other = message_streams(ECHO, "one", "other", ends=stream_pair(window=1000))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(lambda: one.send(message(bytes(5000)), [bytes(5000)], timeout=60))
         assert (await other.receive(timeout=60))[1] == [bytes(5000)]
@@ -48,7 +49,7 @@ async def test_who_does_not_read_holds_up_the_writer() -> None:
 
 async def test_a_delay_costs_no_time_of_the_test() -> None:
     ends = stream_pair()
-    one, other = message_streams(Frame, "one", "other", ends=ends)
+    one, other = message_streams(ECHO, "one", "other", ends=ends)
     ends[0].delay = 3600.0
     await one.send(message(b"late"), [b"late"], timeout=1)
     start = trio.current_time()
@@ -58,7 +59,7 @@ async def test_a_delay_costs_no_time_of_the_test() -> None:
 
 async def test_a_cut_is_seen_at_both_ends() -> None:
     ends = stream_pair()
-    one, other = message_streams(Frame, "one", "other", ends=ends)
+    one, other = message_streams(ECHO, "one", "other", ends=ends)
     await one.send(message(b"lost"), [b"lost"], timeout=1)
     ends[1].cut()
     for stream in (one, other):
@@ -69,7 +70,7 @@ async def test_a_cut_is_seen_at_both_ends() -> None:
 
 async def test_nothing_comes_through_frozen_until_it_thaws() -> None:
     ends = stream_pair()
-    one, other = message_streams(Frame, "one", "other", ends=ends)
+    one, other = message_streams(ECHO, "one", "other", ends=ends)
     ends[0].freeze()
     await one.send(message(b"held"), [b"held"], timeout=1)
     with pytest.raises(StreamTimeout):
@@ -80,7 +81,7 @@ async def test_nothing_comes_through_frozen_until_it_thaws() -> None:
 
 async def test_a_message_can_be_dropped() -> None:
     ends = stream_pair()
-    one, other = message_streams(Frame, "one", "other", ends=ends)
+    one, other = message_streams(ECHO, "one", "other", ends=ends)
     ends[0].on_write = lambda data: b""
     await one.send(message(b"dropped"), [b"dropped"], timeout=1)
     ends[0].on_write = lambda data: data
@@ -96,22 +97,22 @@ async def test_nodes_open_streams_while_there_is_a_way() -> None:
 
     async with open_network() as network:
         client, server = network.node(), network.node()
-        server.set_handler("/echo/1", Frame, echo)
-        async with client.open_stream(server.peer_id, "/echo/1", Frame, timeout=1) as stream:
+        server.set_handler(ECHO, echo)
+        async with client.open_stream(server.peer_id, ECHO, timeout=1) as stream:
             await stream.send(message(b"abc"), [b"abc"], timeout=1)
             assert (await stream.receive(timeout=1))[1] == [b"abc"]
             network.link(client.peer_id, server.peer_id).take_down()
             with pytest.raises(StreamClosed):
                 await stream.receive(timeout=1)
         with pytest.raises(StreamClosed):
-            await client.new_stream(server.peer_id, "/echo/1", Frame, timeout=1)
+            await client.new_stream(server.peer_id, ECHO, timeout=1)
         network.link(client.peer_id, server.peer_id).mend()
-        stream = await client.new_stream(server.peer_id, "/nobody/1", Frame, timeout=1)
+        stream = await client.new_stream(server.peer_id, StreamProtocol("/nobody/1", Frame), timeout=1)
         with pytest.raises(StreamClosed):
             await stream.receive(timeout=1)
         network.remove(server)
         with pytest.raises(StreamClosed):
-            await client.new_stream(server.peer_id, "/echo/1", Frame, timeout=1)
+            await client.new_stream(server.peer_id, ECHO, timeout=1)
 
 
 @pytest.mark.parametrize("hours", [-1, 0.2, 1])

@@ -35,7 +35,8 @@ from petalnode.node.monitoring.metrics import (
 from petalnode.node.server.tallies import Distribution, ServerTallies, Serving
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
-from petalnode.protocols.ids import DIRECTORY, Span
+from petalnode.protocols.directory import DIRECTORY
+from petalnode.protocols.ids import Span
 from tests.import_graph import ROOT
 from tests.memory_muxer import accepted, settled
 
@@ -207,7 +208,7 @@ def test_what_was_counted_is_told(page: str) -> None:
         assert found[name] == value, name
     assert found["process_cpu_seconds_total"] > 0 and found["process_resident_memory_bytes"] > 1 << 20
     # It has asked who is there, over a connection that has begun with a handshake.
-    asked = found[f"petalnode_protocol_sent_bytes_total[('protocol', '{DIRECTORY}')]"]
+    asked = found[f"petalnode_protocol_sent_bytes_total[('protocol', '{DIRECTORY.id}')]"]
     assert 0 < asked < found["petalnode_socket_sent_bytes_total"]
 
 

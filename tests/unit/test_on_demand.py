@@ -38,8 +38,9 @@ from petalnode.node.weights.fetching import FETCHING
 from petalnode.node.weights.on_demand import OnDemandFolder
 from petalnode.node.weights.remote_model import RemoteModel, find_remote_model
 from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.evidence import RECEIPTS
 from petalnode.protocols.framing import PeerError
-from petalnode.protocols.ids import RECEIPTS, Span
+from petalnode.protocols.ids import Span
 from tests.signing_server import SigningServer, spoiled
 from tests.swarm.processes import LOOPBACK
 from tests.tiny_models import NUM_BLOCKS
@@ -200,7 +201,7 @@ async def test_strangers_cannot_have_blocks_fetched(folder: ModelFolder, manifes
             await shown(node, found, history)
             assert not listening
             with pytest.raises(PeerError):
-                async with other.open_stream(node.peer_id, RECEIPTS, wire.EvidenceFrame, timeout=60) as stream:
+                async with other.open_stream(node.peer_id, RECEIPTS, timeout=60) as stream:
                     await stream.receive(timeout=60)
             await shown(other, folder, history)
             assert len(listening) == 1

@@ -26,7 +26,7 @@ from petalnode.node.server.steps import StepOutput
 from petalnode.node.testing import MemoryStream, message_streams, stream_pair
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import StreamClosed
-from petalnode.protocols.inference import Refusal, receipt_to_wire, sha256
+from petalnode.protocols.inference import PUSH, Refusal, receipt_to_wire, sha256
 from tests.receipts import CLIENT, OTHER, RECEIPT, SERVER
 
 pytestmark = pytest.mark.virtual_time
@@ -61,7 +61,7 @@ class Network:
             raise StreamClosed("nobody is there", peer_id)
         ends = stream_pair()
         ends[0].direct = self.direct or direct
-        ours, theirs = message_streams(wire.PushFrame, SERVER.peer_id, peer_id, ends=ends)
+        ours, theirs = message_streams(PUSH, SERVER.peer_id, peer_id, ends=ends)
         self.streams.append((*ends, theirs))
         return ours
 
@@ -83,11 +83,11 @@ async def pushing(network: Callable[[], Network]) -> AsyncIterator[Any]:
             nursery.cancel_scope.cancel()
 
 
-PUSH = wire.Push(nonce=b"n" * 16)
+PUSHED = wire.Push(nonce=b"n" * 16)
 
 
 async def send(pushes: Pushes, size: int = 4, peer: bytes = PEER) -> bool:
-    return await pushes.send(peer, PUSH, output(size))
+    return await pushes.send(peer, PUSHED, output(size))
 
 
 @pytest.mark.virtual_time
@@ -104,7 +104,7 @@ async def test_step_is_pushed_once_there_is_a_stream() -> None:
         assert await send(pushes) and await send(pushes, 5)
         for size in (4, 5):
             frame, payloads = await network.streams[0][2].receive(timeout=1)
-            assert frame.push == PUSH and payloads == [bytes(size)]
+            assert frame.push == PUSHED and payloads == [bytes(size)]
         assert network.opened == [(NEXT[0], False, begun)]
 
 

@@ -14,6 +14,7 @@ from petalnode.node.swarm.streams import MessageStreams, ReceivedBytes
 from petalnode.node.testing import message_streams, stream_pair
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import LEAST_RATE, PATIENCE, MessageStream, StreamClosed, StreamTimeout
+from petalnode.protocols.inference import INFERENCE, PUSH
 from tests.attacks.one_server import header_of
 
 MIB = 1 << 20
@@ -118,8 +119,8 @@ async def test_who_holds_little_goes_before_who_holds_much() -> None:
 async def test_a_stream_counts_what_it_holds(keeps: bool) -> None:
     """A server's until it asks for more, a client's until it is read."""
     room, ends = ReceivedBytes(), stream_pair(4 * MIB)
-    ours, _ = message_streams(wire.PushFrame, "one", "other", ends=ends)
-    theirs = MessageStream(ends[1], wire.PushFrame, "one", room=room, keeps_room=keeps)
+    ours, _ = message_streams(PUSH, "one", "other", ends=ends)
+    theirs = MessageStream(ends[1], PUSH, "one", room=room, keeps_room=keeps)
     frame = wire.PushFrame(tensors=[wire.Tensor()])
     async with trio.open_nursery() as nursery:
         nursery.start_soon(lambda: ours.send(frame, [bytes(MIB)], timeout=5))
@@ -139,7 +140,7 @@ async def test_a_stream_counts_what_it_holds(keeps: bool) -> None:
 @pytest.mark.parametrize("payload", [b"", bytes(MIB)])
 async def test_stream_ending_while_its_reader_waits_keeps_none(payload: bytes) -> None:
     room, ends = ReceivedBytes(most=0), stream_pair(4 * MIB)
-    _, theirs = message_streams(wire.PushFrame, "one", "other", ends=ends, room=room)
+    _, theirs = message_streams(PUSH, "one", "other", ends=ends, room=room)
     assert room.take_nowait(HERE, "another", MIB)
     await ends[0].write(header_of(wire.PushFrame(tensors=[wire.Tensor(nbytes=MIB)])) + payload)
 
@@ -160,7 +161,7 @@ async def test_stream_ending_while_its_reader_waits_keeps_none(payload: bytes) -
 @pytest.mark.parametrize("begun", [header_of(wire.PushFrame(tensors=[wire.Tensor(nbytes=64 * MIB)])), b"\xff", b"\x20"])
 async def test_a_message_that_trickles_ends_its_stream(begun: bytes) -> None:
     ends = stream_pair()
-    _, theirs = message_streams(wire.PushFrame, "one", "other", ends=ends)
+    _, theirs = message_streams(PUSH, "one", "other", ends=ends)
 
     async def trickle() -> None:
         await ends[0].write(begun)
@@ -184,7 +185,7 @@ async def test_a_message_that_trickles_ends_its_stream(begun: bytes) -> None:
 @pytest.mark.virtual_time
 async def test_reader_that_pauses_does_not_blame_peer() -> None:
     ends = stream_pair(4 * MIB)
-    _, theirs = message_streams(wire.PushFrame, "one", "other", ends=ends)
+    _, theirs = message_streams(PUSH, "one", "other", ends=ends)
     header = wire.PushFrame(tensors=[wire.Tensor(nbytes=MIB)])
     await ends[0].write(header_of(header))
     for _ in range(20):
@@ -202,7 +203,7 @@ async def test_never_whole_message_takes_no_lasting_memory(end: str) -> None:
     """The peer begins a large message and leaves, or goes to sleep; the owner of the stream has not closed it yet."""
     room, ends = ReceivedBytes(), stream_pair()
     sender, receiver = ends
-    stream = MessageStream(receiver, wire.InferenceFrame, "sender", room=room)
+    stream = MessageStream(receiver, INFERENCE, "sender", room=room)
     frame = wire.InferenceFrame(tensors=[wire.Tensor(shape=[MIB], dtype="int8", codec="none", nbytes=MIB)])
     await sender.write(header_of(frame) + bytes(1000))
 
@@ -266,7 +267,7 @@ async def test_unknown_peer_is_looked_for() -> None:
     streams.finder = Finder()
 
     async def reach(peer_id: str, **options: Any) -> None:
-        await streams.new_stream(peer_id, "/p", wire.PushFrame, timeout=1, **options)
+        await streams.new_stream(peer_id, PUSH, timeout=1, **options)
 
     await reach("announced")
     streams.host.remember("given", ["addr"])
@@ -298,8 +299,8 @@ async def test_served_stream_waits_for_turns_with_its_message(in_turn: bool) -> 
 
     sender, receiver = stream_pair(4 * MIB)
     receiver.turn = turn  # type: ignore[method-assign]
-    streams.set_handler("/p", wire.PushFrame, hold, in_turn=in_turn)
+    streams.set_handler(PUSH, hold, in_turn=in_turn)
     await sender.write(header_of(wire.PushFrame(tensors=[wire.Tensor(nbytes=MIB)])) + bytes(MIB))
-    await host.handlers["/p"](receiver, Identity.generate().peer_id)
+    await host.handlers[PUSH.id](receiver, Identity.generate().peer_id)
     assert turns == in_turn and streams.received_ungranted.taken == 0
     assert await sender.read(1) == b""  # it was closed, and not reset as after an error

@@ -16,9 +16,11 @@ from petalnode.node.server.requests.admission import Hosted, batch_bytes, check_
 from petalnode.node.testing import run_autojumping
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MAX_TENSORS, MessageStream
-from petalnode.protocols.ids import BACKWARD, FORWARD, Boundaries, Span
+from petalnode.protocols.ids import Boundaries, Span
 from petalnode.protocols.inference import Refusal
 from petalnode.protocols.training import (
+    BACKWARD,
+    FORWARD,
     KEPT_SETS,
     MAX_KEPT_TENSORS,
     NOTHING_KEPT,
@@ -45,8 +47,8 @@ BAD, LONG, UNSUPPORTED = wire.ERROR_BAD_REQUEST, wire.ERROR_TOO_LONG, wire.ERROR
 def streams() -> tuple[BatchFrames, BatchFrames]:
     first, second = ends()
     return (
-        MessageStream(first, wire.BatchFrame, PEER, max_payload=PIECE_BYTES),
-        MessageStream(second, wire.BatchFrame, PEER, max_payload=PIECE_BYTES),
+        MessageStream(first, FORWARD, PEER),
+        MessageStream(second, FORWARD, PEER),
     )
 
 
@@ -355,16 +357,16 @@ def test_everything_that_changes_the_answer_changes_the_hash() -> None:
     usual = request(HIDDEN)
     payload, other = hash_of_payloads([b"a", b"b"]), hash_of_payloads([b"ac"])
     hashes = [
-        hash_of_batch(FORWARD, usual, payload, NOTHING_KEPT),
-        hash_of_batch(BACKWARD, usual, payload, NOTHING_KEPT),
-        hash_of_batch(FORWARD, usual, other, NOTHING_KEPT),
-        hash_of_batch(FORWARD, usual, payload, hash_of_keep(PROMPTS, payload)),
-        hash_of_batch(FORWARD, usual, payload, hash_of_keep(PROMPTS, other)),
-        hash_of_batch(FORWARD, usual, payload, hash_of_keep(OF_ROWS, payload)),
-        hash_of_batch(FORWARD, request(HIDDEN, sequence=5), payload, NOTHING_KEPT),
-        hash_of_batch(FORWARD, request(HIDDEN, mask=b"123"), payload, NOTHING_KEPT),
-        hash_of_batch(FORWARD, request(HIDDEN, positions=[1, 2]), payload, NOTHING_KEPT),
-        hash_of_batch(FORWARD, request(tensor(3, 6, 64)), payload, NOTHING_KEPT),
+        hash_of_batch(FORWARD.id, usual, payload, NOTHING_KEPT),
+        hash_of_batch(BACKWARD.id, usual, payload, NOTHING_KEPT),
+        hash_of_batch(FORWARD.id, usual, other, NOTHING_KEPT),
+        hash_of_batch(FORWARD.id, usual, payload, hash_of_keep(PROMPTS, payload)),
+        hash_of_batch(FORWARD.id, usual, payload, hash_of_keep(PROMPTS, other)),
+        hash_of_batch(FORWARD.id, usual, payload, hash_of_keep(OF_ROWS, payload)),
+        hash_of_batch(FORWARD.id, request(HIDDEN, sequence=5), payload, NOTHING_KEPT),
+        hash_of_batch(FORWARD.id, request(HIDDEN, mask=b"123"), payload, NOTHING_KEPT),
+        hash_of_batch(FORWARD.id, request(HIDDEN, positions=[1, 2]), payload, NOTHING_KEPT),
+        hash_of_batch(FORWARD.id, request(tensor(3, 6, 64)), payload, NOTHING_KEPT),
     ]
     assert len(set(hashes)) == len(hashes)
 

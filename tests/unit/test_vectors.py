@@ -27,10 +27,10 @@ from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.adapter import TensorDigest, hash_of_adapter, hash_of_block
 from petalnode.protocols.announcement import Announcement, ServerState, sign_announcement
 from petalnode.protocols.framing import varint
-from petalnode.protocols.ids import BACKWARD, Layout, Span
+from petalnode.protocols.ids import Layout, Span
 from petalnode.protocols.inference import hash_of_step, pushed_step, receipt_to_wire, root_of, sha256
 from petalnode.protocols.prefix import PrefixNames, PrefixTerms, token_digests
-from petalnode.protocols.training import hash_of_batch, hash_of_keep, hash_of_payloads
+from petalnode.protocols.training import BACKWARD, hash_of_batch, hash_of_keep, hash_of_payloads
 from petalnode.protocols.weights import PIECE_BYTES, Tree, TreeEntry
 from tests.receipts import of_answer, unsigned
 from tests.statements import pledge_of, terms_of
@@ -93,13 +93,13 @@ def receipt_vectors() -> dict[str, Any]:
             "countersignature": countersign(CLIENT, receipt),
         },
         "work": {
-            "protocol": BACKWARD,
+            "protocol": BACKWARD.id,
             "payloads": [payload, answer],
             "keep": {"names": ["prompts"], "payloads": [payload], "hash": kept},
             "mask": b"\xc0",
             "positions": [0, 1],
             "sequence": 2,
-            "hash": hash_of_batch(BACKWARD, work, hash_of_payloads([payload, answer]), kept),
+            "hash": hash_of_batch(BACKWARD.id, work, hash_of_payloads([payload, answer]), kept),
         },
     }
 

@@ -12,7 +12,8 @@ from petalnode.node.testing.memory_stream import message_streams
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError, ProtocolError
 from petalnode.protocols.weights import (
-    WEIGHTS_LIMITS,
+    WEIGHTS,
+    WEIGHTS_ASKED,
     BadTree,
     Offer,
     Tree,
@@ -47,7 +48,7 @@ async def piece(stream: WeightsStream) -> object:
 
 async def answered(ask: Ask, *answers: tuple[wire.WeightsFrame, bytes]) -> object:
     """What comes of a question that is answered so."""
-    ours, theirs = message_streams(wire.WeightsFrame, "asker", "holder", max_header=WEIGHTS_LIMITS.max_tree)
+    ours, theirs = message_streams(WEIGHTS_ASKED, "asker", "holder")
     for frame, payload in answers:
         await theirs.send(frame, [payload] if frame.tensors else [], timeout=10)
     return await ask(ours)
@@ -103,9 +104,9 @@ async def test_impossible_offer_or_tree_is_the_peers_fault() -> None:
 
 
 async def test_tree_may_exceed_a_question() -> None:
-    ours, theirs = message_streams(wire.WeightsFrame, "asker", "holder", max_header=WEIGHTS_LIMITS.max_query)
+    ours, theirs = message_streams(WEIGHTS, "asker", "holder")
     await send_tree(theirs, wire.PartTree(form="safetensors", pieces=bytes(1 << 16)), timeout=10)
-    ours.max_header = WEIGHTS_LIMITS.max_tree
+    ours.max_header = WEIGHTS_ASKED.max_header
     frame, _ = await ours.receive(timeout=10)
     assert len(frame.tree.pieces) == 1 << 16
     with pytest.raises(ValueError, match="a header of"):

@@ -10,8 +10,8 @@ from typing import Final, TypeVar
 import trio
 
 from ....protocols import wire_pb2 as wire
-from ....protocols.ids import BACKWARD, Span
-from ....protocols.training import MicroBatch
+from ....protocols.ids import Span
+from ....protocols.training import BACKWARD, BatchProtocol, MicroBatch
 from ...errors import NoChainError, ServerFailed
 from ...swarm.cost import Estimate
 from ...swarm.routing import Hop, RouteCandidate, cheapest_chain
@@ -77,7 +77,7 @@ class BatchClient:
 
     def __init__(self, client: Router) -> None:
         self._client = client
-        self._slots: dict[tuple[str, Hop, BatchSpec], _Slot] = {}
+        self._slots: dict[tuple[BatchProtocol, Hop, BatchSpec], _Slot] = {}
         self._no_gradients: dict[str, ServerFailed] = {}
         self.speeds: dict[str, Estimate] = {}
         """Seconds of a token in a block, by peer: as its replies say, before the first one as it announces."""
@@ -187,7 +187,7 @@ class BatchClient:
 
     async def run(
         self,
-        protocol: str,
+        protocol: BatchProtocol,
         hop: Hop,
         spec: BatchSpec,
         request: MicroBatch,
@@ -227,7 +227,7 @@ class BatchClient:
         finally:
             slot.leave()
 
-    async def _usable(self, slot: _Slot, protocol: str, hop: Hop, spec: BatchSpec) -> BatchStream:
+    async def _usable(self, slot: _Slot, protocol: BatchProtocol, hop: Hop, spec: BatchSpec) -> BatchStream:
         if slot.stream is not None and not slot.stream.broken:
             if slot.users > 1 or trio.current_time() < slot.used + IDLE_SECONDS:
                 return slot.stream
@@ -245,18 +245,18 @@ class BatchClient:
                 if slot.stream is not None:
                     self._client.start_soon(slot.stream.close)
 
-    def _note(self, error: ServerFailed, protocol: str) -> None:
+    def _note(self, error: ServerFailed, protocol: BatchProtocol) -> None:
         """Lets others be preferred to a server that failed; what it refuses says nothing of what else it can do."""
         if has_code(error, wire.ERROR_UNSUPPORTED) and protocol == BACKWARD:
             self._no_gradients[error.peer_id] = error
         elif not isinstance(error, ServerRefused) or has_code(error, wire.ERROR_INTERNAL, wire.ERROR_NOT_ALLOWED):
             note_failure(self._client, error)
 
-    def _patience(self, hop: Hop, request: MicroBatch, protocol: str) -> float:
+    def _patience(self, hop: Hop, request: MicroBatch, protocol: BatchProtocol) -> float:
         cost = BACKWARD_COST if protocol == BACKWARD else 1.0
         return batch_patience(self.speeds.get(hop.peer_id, Estimate()).value * _block_tokens(hop, request) * cost)
 
-    def _learn(self, protocol: str, hop: Hop, computed: float, request: MicroBatch) -> None:
+    def _learn(self, protocol: BatchProtocol, hop: Hop, computed: float, request: MicroBatch) -> None:
         """`computed`: seconds as the server says, and no more than it took: its answers are waited for accordingly."""
         if protocol != BACKWARD:
             # What a server announces may have been measured under another load: the first reply knows better.

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import trio
 
-from ....protocols.ids import BACKWARD, FORWARD, Span
-from ....protocols.training import KeptSet, MicroBatch, narrower
+from ....protocols.ids import Span
+from ....protocols.training import BACKWARD, FORWARD, BatchProtocol, KeptSet, MicroBatch, narrower
 from ...errors import ServerFailed, SwarmError, unwrapped
 from ...swarm.routing import Hop
 from ..request import MAX_FAILURES, WireTensor, blames_request
@@ -178,7 +178,7 @@ class BatchPass:
 
     async def _run(
         self,
-        protocol: str,
+        protocol: BatchProtocol,
         hop: Hop,
         index: int,
         chunks: tuple[WireTensor, ...],

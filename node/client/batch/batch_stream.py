@@ -13,11 +13,14 @@ import trio
 from ....crypto.receipts import Receipt
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import PeerError, all_finite
-from ....protocols.ids import ALIKE, BACKWARD, FORWARD, PROTOCOL_VERSION, Boundaries
+from ....protocols.ids import ALIKE, PROTOCOL_VERSION, Boundaries
 from ....protocols.inference import Refusal
 from ....protocols.training import (
+    BACKWARD,
+    FORWARD,
     KEPT_SETS,
     BatchFrames,
+    BatchProtocol,
     KeptSet,
     MicroBatch,
     hash_of_payloads,
@@ -87,7 +90,7 @@ class BatchStream(ServerStream[wire.BatchFrame]):
         hop: Hop,
         spec: BatchSpec,
         client: str,
-        protocol: str,
+        protocol: BatchProtocol,
         *,
         claims: ServerClaims | None = None,
         archive: ReceiptArchive | None = None,
@@ -269,7 +272,7 @@ class BatchStream(ServerStream[wire.BatchFrame]):
         if self._archive is not None and self._archive.shares:
             outputs = tuple(answer.payload for answer in tensors)
             pledge = self._granted.pledge if self._granted.HasField("pledge") else None
-            logged = LoggedBatch(self.hop.peer_id, self.protocol, receipt, pending.asked, outputs, pledge)
+            logged = LoggedBatch(self.hop.peer_id, self.protocol.id, receipt, pending.asked, outputs, pledge)
             self._archive.add_batch(logged)
         return BatchOutput(tensors, reply.compute_us / 1e6)
 
@@ -301,7 +304,7 @@ class BatchStream(ServerStream[wire.BatchFrame]):
         return self._check_receipt(
             reply.receipt,
             sequence=pending.asked.message.sequence,
-            request_hash=pending.asked.hash(self.protocol),
+            request_hash=pending.asked.hash(self.protocol.id),
             reply_hash=hash_of_payloads(answer.payload for answer in tensors),
             previous=previous,
         )

@@ -18,9 +18,8 @@ import trio
 from multiaddr import Multiaddr
 
 from ....protocols.announcement import RelayOffer
-from ....protocols.directory import NodeInfo
+from ....protocols.directory import DIRECTORY, NodeInfo
 from ....protocols.framing import PeerError
-from ....protocols.ids import DIRECTORY
 from ....protocols.nat_traversal import AUTONAT, DIAL_REQUEST
 from ...version import __version__
 from ..addresses import Endpoint, parse_peer, plain_ip
@@ -169,9 +168,9 @@ class NatManager:
 
         js-libp2p answers the first over the connection that is there, and then closes it. A reservation goes with it.
         """
-        if DIRECTORY not in protocols and DIAL_REQUEST in protocols:
+        if DIRECTORY.id not in protocols and DIAL_REQUEST in protocols:
             return DIAL_REQUEST
-        return AUTONAT if DIRECTORY in protocols or peer_id not in self._reservations.relays else None
+        return AUTONAT if DIRECTORY.id in protocols or peer_id not in self._reservations.relays else None
 
     # --- how things stand
 

@@ -11,11 +11,9 @@ from typing import Final
 
 import trio
 
-from ....protocols import wire_pb2 as wire
 from ....protocols.announcement import Announcement
-from ....protocols.directory import DIRECTORY_LIMITS, TransferStream, answer_transfer, measure_transfer
+from ....protocols.directory import DIRECTORY_LIMITS, TRANSFER, TransferStream, answer_transfer, measure_transfer
 from ....protocols.framing import PeerError
-from ....protocols.ids import TRANSFER
 from ...network.shares import Turns
 from ...swarm.swarm import Swarm
 from ..tallies import ChangeSignal
@@ -98,13 +96,8 @@ TRANSFERS: Final = TransferPolicy()
 
 def serve_transfers(swarm: Swarm) -> None:
     """Lets other servers measure with this one, a few at once: more would measure each other."""
-    swarm.set_handler(
-        TRANSFER,
-        wire.TransferFrame,
-        partial(answer_transfers, Turns(TRANSFERS.at_once, TRANSFERS.contended)),
-        max_payload=DIRECTORY_LIMITS.transfer_bytes,
-        max_streams=TRANSFERS.max_streams,
-    )
+    answer = partial(answer_transfers, Turns(TRANSFERS.at_once, TRANSFERS.contended))
+    swarm.set_handler(TRANSFER, answer, max_streams=TRANSFERS.max_streams)
 
 
 async def answer_transfers(turns: Turns, stream: TransferStream) -> None:
@@ -127,13 +120,7 @@ async def measure_network(swarm: Swarm, model_version: bytes, *, timeout: float)
     with trio.move_on_after(timeout):
         for peer_id in random.sample(peers, min(len(peers), TRANSFERS.peers)):
             try:
-                async with swarm.open_stream(
-                    peer_id,
-                    TRANSFER,
-                    wire.TransferFrame,
-                    timeout=TRANSFERS.open_timeout,
-                    max_payload=DIRECTORY_LIMITS.transfer_bytes,
-                ) as stream:
+                async with swarm.open_stream(peer_id, TRANSFER, timeout=TRANSFERS.open_timeout) as stream:
                     found.append(await measure_transfer(stream, timeout=TRANSFERS.timeout))
             except PeerError:
                 continue

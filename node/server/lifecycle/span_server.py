@@ -13,13 +13,12 @@ from typing import Any, Final
 import trio
 
 from ....protocols import wire_pb2 as wire
-from ....protocols.adapter import MAX_HEADER as MAX_ADAPTER_HEADER
+from ....protocols.adapter import ADAPTER
 from ....protocols.announcement import ANNOUNCEMENT, Announcement, ServerState
 from ....protocols.framing import MessageStream
-from ....protocols.ids import ADAPTER, BACKWARD, FORWARD, INFERENCE, PUSH, Span
-from ....protocols.inference import MAX_STEP_BYTES, Refusal
-from ....protocols.training import MAX_HEADER as MAX_BATCH_HEADER
-from ....protocols.training import PIECE_BYTES
+from ....protocols.ids import Span, StreamProtocol
+from ....protocols.inference import INFERENCE, PUSH, Refusal
+from ....protocols.training import BACKWARD, FORWARD
 from ...blocks.span import BlockSpan
 from ...errors import ModelError, PetalnodeError
 from ...models.cache_dir import cache_dir
@@ -300,16 +299,12 @@ class SpanServer:
 
     def _set_handlers(self) -> None:
         swarm, service = self._context.swarm, self._service
-        bounds = {"max_payload": MAX_STEP_BYTES, "max_streams": 2 * SERVICE.most_sessions}  # two while a session moves
-        swarm.set_handler(INFERENCE, wire.InferenceFrame, service.handle_session, in_turn=False, **bounds)
-        swarm.set_handler(PUSH, wire.PushFrame, service.handle_push, in_turn=False, **bounds)
-        for protocol, handler, max_header in (
-            (FORWARD, service.handle_forward, MAX_BATCH_HEADER),
-            (BACKWARD, service.handle_backward, MAX_BATCH_HEADER),
-            (ADAPTER, self._adapters.handle, MAX_ADAPTER_HEADER),
-        ):
-            bounds = {"max_header": max_header, "max_payload": PIECE_BYTES}
-            swarm.set_handler(protocol, wire.BatchFrame, handler, in_turn=False, **bounds)
+        most = 2 * SERVICE.most_sessions  # two while a session moves
+        swarm.set_handler(INFERENCE, service.handle_session, in_turn=False, max_streams=most)
+        swarm.set_handler(PUSH, service.handle_push, in_turn=False, max_streams=most)
+        swarm.set_handler(FORWARD, service.handle_forward, in_turn=False)
+        swarm.set_handler(BACKWARD, service.handle_backward, in_turn=False)
+        swarm.set_handler(ADAPTER, self._adapters.handle, in_turn=False)
 
     # --- what is announced
 
@@ -428,10 +423,9 @@ def _cache_tokens(blocks: BlockSpan, asked: int | None) -> int:
 def _refuse(swarm: Swarm) -> None:
     """From now on says that nobody is served; the services, and what they hold, can be forgotten."""
     error = Refusal(wire.ERROR_DRAINING, "this server has left its blocks and loads others").to_wire()
-    frames: dict[str, Any] = {INFERENCE: wire.InferenceFrame, PUSH: wire.PushFrame}
-    frames |= dict.fromkeys((FORWARD, BACKWARD, ADAPTER), wire.BatchFrame)
-    for protocol, frame in frames.items():
-        swarm.set_handler(protocol, frame, partial(_send_refusal, frame(error=error)))
+    served: tuple[StreamProtocol[Any], ...] = (INFERENCE, PUSH, FORWARD, BACKWARD, ADAPTER)
+    for protocol in served:
+        swarm.set_handler(protocol, partial(_send_refusal, protocol.frame(error=error)))
 
 
 async def _send_refusal(refusal: Any, stream: MessageStream[Any]) -> None:

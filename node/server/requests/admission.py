@@ -22,7 +22,7 @@ from ....protocols.adapter import (
 from ....protocols.framing import CODECS, ITEM_BYTES, TensorError, wire_nbytes
 from ....protocols.ids import PROTOCOL_VERSION, Boundaries, Span
 from ....protocols.inference import (
-    MAX_STEP_BYTES,
+    INFERENCE,
     STEP_TOKENS,
     Refusal,
     SessionTerms,
@@ -183,7 +183,7 @@ def check_step_tensors(tensors: Sequence[wire.Tensor], terms: SessionTerms, host
         raise bad_request(f"a step carries one tensor, not {len(tensors)}")
     features = hosted.features if terms.span.start == 0 and hosted.features <= terms.span.end else 0
     tokens = check_hidden_states(tensors[0], terms, hosted.width(terms.span.start), features)
-    _check_bytes(tensors[0], MAX_STEP_BYTES)
+    _check_bytes(tensors[0], INFERENCE.max_payload)
     if tokens > step_tokens(terms.batch):
         raise bad_request(f"{tokens} tokens in one step; at most {step_tokens(terms.batch)} were granted")
     return tokens

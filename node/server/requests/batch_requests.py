@@ -16,11 +16,12 @@ import trio
 
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import PeerError, StreamTimeout
-from ....protocols.ids import BACKWARD
 from ....protocols.inference import Refusal, bad_request, receipt_to_wire
 from ....protocols.training import (
+    BACKWARD,
     KEPT_SETS,
     BatchFrames,
+    BatchProtocol,
     BatchTerms,
     MicroBatch,
     raw_bytes,
@@ -171,7 +172,7 @@ class BatchRequests:
     _open_requests: OpenCount
     _stream: BatchFrames
     _terms: BatchTerms
-    _protocol: str
+    _protocol: BatchProtocol
 
     def __post_init__(self) -> None:
         self._receipts = ReceiptChain(self._context, self._stream.peer_id, self._terms)
@@ -296,7 +297,7 @@ class BatchRequests:
         here = message.tensors[:1] if message.gradient_follows else message.tensors
         payloads = await receive_pieces(self._stream, [tensor.nbytes for tensor in here], timeout=REQUESTS.piece)
         asked = MicroBatch(message, tuple(payloads), kept)
-        request = await trio.to_thread.run_sync(unpack_request, self._protocol, self._terms, asked)
+        request = await trio.to_thread.run_sync(unpack_request, self._protocol.id, self._terms, asked)
         if not message.gradient_follows:
             return _Requested(request, lease)
         deferred = self._deferred[message.sequence] = DeferredBackward(request)
@@ -309,7 +310,7 @@ class BatchRequests:
             raise bad_request(f"no batch request {gradient.sequence} waits for its gradient")
         size = deferred.checked().asked.message.tensors[1].nbytes
         [payload] = await receive_pieces(self._stream, [size], timeout=REQUESTS.piece)
-        deferred.settle(await trio.to_thread.run_sync(with_gradient, self._protocol, deferred.checked(), payload))
+        deferred.settle(await trio.to_thread.run_sync(with_gradient, self._protocol.id, deferred.checked(), payload))
         self._deferred.pop(gradient.sequence, None)
 
     async def _reserve(self, budget: MemoryBudget, nbytes: int) -> Lease:

@@ -13,11 +13,10 @@ import trio
 from ....crypto.identity import peer_id_from_bytes, peer_id_to_bytes
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import MessageStream, PeerError
-from ....protocols.ids import PUSH
 from ....protocols.inference import (
     HASH_BYTES,
     LOOK_BACK,
-    MAX_STEP_BYTES,
+    PUSH,
     Refusal,
     bad_request,
     receipt_from_wire,
@@ -60,9 +59,7 @@ class PushConnector:
         if not swarm.is_connected(peer_id) and peer_id not in swarm.view.records:
             with suppress(SwarmError):  # the client has heard of a server that we have not
                 await swarm.refresh(model_version=self._model_version, timeout=PUSHES.refresh)
-        return await swarm.new_stream(
-            peer_id, PUSH, wire.PushFrame, timeout=PUSHES.open, max_payload=MAX_STEP_BYTES, direct=direct
-        )
+        return await swarm.new_stream(peer_id, PUSH, timeout=PUSHES.open, direct=direct)
 
     def watch_direct(self, peer_id: str) -> trio.Event:
         """Set when there is a connection to this peer without a relay."""

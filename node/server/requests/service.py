@@ -14,10 +14,9 @@ import trio
 from ....crypto.identity import peer_id_from_bytes
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import StreamClosed
-from ....protocols.ids import BACKWARD, FORWARD
 from ....protocols.inference import Refusal, SessionTerms, bad_request, session_name, terms_of
 from ....protocols.prefix import PrefixNames
-from ....protocols.training import MICRO_BATCH_TOKENS, BatchFrames, batch_terms_of
+from ....protocols.training import BACKWARD, FORWARD, MICRO_BATCH_TOKENS, BatchFrames, BatchProtocol, batch_terms_of
 from ...blocks.passes import SpanPasses
 from ...errors import unwrapped
 from ..budget import BudgetFull, Lease, MemoryBudget
@@ -237,7 +236,7 @@ class RequestService:
         """One stream of backward passes. Never raises for anything that the client did."""
         await serve_stream(stream, partial(self._serve_batches, BACKWARD), self.context)
 
-    async def _serve_batches(self, protocol: str, stream: BatchFrames, frame: wire.BatchFrame) -> None:
+    async def _serve_batches(self, protocol: BatchProtocol, stream: BatchFrames, frame: wire.BatchFrame) -> None:
         if frame.WhichOneof("body") != "open":
             raise bad_request("a stream of batches begins with BatchOpen")
         terms = batch_terms_of(frame.open)

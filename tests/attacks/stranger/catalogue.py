@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from typing import Final
 
 from petalnode.node.network.host import GOSSIP_PROTOCOLS
-from petalnode.protocols import ids
+from petalnode.protocols.adapter import ADAPTER
 from petalnode.protocols.circuit import HOP, STOP
+from petalnode.protocols.credits import CREDITS
+from petalnode.protocols.directory import DIRECTORY, MANIFEST, TRANSFER
+from petalnode.protocols.evidence import EVIDENCE, RECEIPTS
+from petalnode.protocols.inference import INFERENCE, PUSH
 from petalnode.protocols.nat_traversal import AUTONAT, DIAL_BACK, DIAL_REQUEST, IDENTIFY, PUNCH
+from petalnode.protocols.training import BACKWARD, FORWARD
+from petalnode.protocols.weights import WEIGHTS
 
 from . import connections, requests, services, table
 from .keys import Attack
@@ -16,8 +22,8 @@ from .keys import Attack
 SPOKEN: Final = (
     *(IDENTIFY, services.IDENTIFY_PUSH, services.PING, table.KAD, *GOSSIP_PROTOCOLS, PUNCH, HOP, STOP),
     *(AUTONAT, DIAL_REQUEST, DIAL_BACK),
-    *(ids.INFERENCE, ids.PUSH, ids.DIRECTORY, ids.MANIFEST, ids.FORWARD, ids.BACKWARD, ids.RECEIPTS, ids.EVIDENCE),
-    *(ids.CREDITS, ids.ADAPTER, ids.TRANSFER, ids.WEIGHTS),
+    *(protocol.id for protocol in (INFERENCE, PUSH, DIRECTORY, MANIFEST, FORWARD, BACKWARD, RECEIPTS, EVIDENCE)),
+    *(protocol.id for protocol in (CREDITS, ADAPTER, TRANSFER, WEIGHTS)),
 )
 """Protocols that a node may speak."""
 

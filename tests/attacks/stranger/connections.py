@@ -9,7 +9,8 @@ import trio
 
 from petalnode.node.network.transport.muxed_stream import DATA, HEADER, PING, RST, SYN, WINDOW_UPDATE
 from petalnode.node.network.transport.negotiation import question
-from petalnode.protocols.ids import DIRECTORY, INFERENCE
+from petalnode.protocols.directory import DIRECTORY
+from petalnode.protocols.inference import INFERENCE
 
 from .keys import Key, Victim, until_reset
 
@@ -39,7 +40,7 @@ def flooding(frames: bytes) -> Callable[[Key, Victim], Awaitable[None]]:
 async def open_and_reset(key: Key, victim: Victim) -> None:
     """Streams that ask for a protocol and are reset at once, with ever new numbers."""
     muxer = await key.muxer(victim)
-    asked = question(DIRECTORY)
+    asked = question(DIRECTORY.id)
     for first in range(1_000_001, 1 << 31, 512):
         if muxer.lost is not None:
             return
@@ -77,7 +78,7 @@ async def reconnect(key: Key, victim: Victim) -> None:
     await key.host.disconnect(victim.peer_id)
 
 
-async def silent_streams(key: Key, victim: Victim, protocol: str = DIRECTORY) -> None:
+async def silent_streams(key: Key, victim: Victim, protocol: str = DIRECTORY.id) -> None:
     """As many streams as there can be, on which nothing is said."""
     streams = []
     with suppress(ConnectionError):
@@ -92,7 +93,7 @@ async def silent_streams(key: Key, victim: Victim, protocol: str = DIRECTORY) ->
 async def slow_negotiation(key: Key, victim: Victim) -> None:
     """Streams that ask for a protocol a byte at a time."""
     muxer = await key.muxer(victim)
-    asked = question(INFERENCE)
+    asked = question(INFERENCE.id)
     first = key.random.randrange(1 << 20, 1 << 28) * 2 + 1
     numbers = range(first, first + 400, 2)
     for place in range(len(asked)):

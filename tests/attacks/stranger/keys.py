@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import trio
@@ -17,6 +17,7 @@ from petalnode.node.network.host import Host, open_host
 from petalnode.node.network.transport.stream_bytes import StreamBytes
 from petalnode.node.network.transport.yamux import Muxer
 from petalnode.protocols.framing import MessageStream, PeerError, varint
+from petalnode.protocols.ids import StreamProtocol
 from tests.node_inspection import muxer_of
 
 F = TypeVar("F", bound=Message)
@@ -79,8 +80,9 @@ class Key:
         await self.connect(victim)
         return await self.host.open_stream(victim.peer_id, protocol, direct=True)
 
-    async def messages(self, victim: Victim, protocol: str, kind: type[F]) -> MessageStream[F]:
-        return MessageStream(await self.open(victim, protocol), kind, victim.peer_id)
+    async def messages(self, victim: Victim, protocol: StreamProtocol[F]) -> MessageStream[F]:
+        unbound = replace(protocol, max_header=1 << 16, max_payload=64 << 20)
+        return MessageStream(await self.open(victim, protocol.id), unbound, victim.peer_id)
 
     async def leave(self) -> None:
         """Closes all connections."""

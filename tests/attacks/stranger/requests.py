@@ -12,8 +12,10 @@ import trio
 
 from petalnode.crypto.identity import peer_id_to_bytes
 from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.adapter import ADAPTER
 from petalnode.protocols.framing import MessageStream, PeerError, varint
-from petalnode.protocols.ids import ADAPTER, BACKWARD, FORWARD, INFERENCE, PUSH
+from petalnode.protocols.inference import INFERENCE, PUSH
+from petalnode.protocols.training import BACKWARD, FORWARD, BatchProtocol
 from tests import messages
 
 from .keys import PATIENCE, Key, Victim, until_reset
@@ -40,7 +42,7 @@ async def session(key: Key, victim: Victim, **fields: Any) -> MessageStream[wire
     Raises:
         PeerError: it is refused.
     """
-    stream = await key.messages(victim, INFERENCE, wire.InferenceFrame)
+    stream = await key.messages(victim, INFERENCE)
     await stream.send(wire.InferenceFrame(open=opening(victim, **fields)), timeout=PATIENCE)
     frame, _ = await stream.receive(timeout=PATIENCE)
     if not frame.HasField("granted"):
@@ -98,7 +100,7 @@ async def unread_before_permission(key: Key, victim: Victim) -> None:
     streams = []
     try:
         for _ in range(64):
-            stream = await key.open(victim, INFERENCE)
+            stream = await key.open(victim, INFERENCE.id)
             streams.append(stream)
             frame, _ = step(key, victim, 1, 0, 1)
             frame.tensors[0].nbytes = 64 << 20
@@ -150,14 +152,14 @@ async def wrong_pushes(key: Key, victim: Victim) -> None:
     frame, payload = step(key, victim, 1, 0, 16)
     push = wire.Push(client=peer_id_to_bytes(key.identity.peer_id), nonce=os.urandom(16), step=frame.step)
     push.receipt.nonce = push.nonce
-    async with until_reset(key.messages(victim, PUSH, wire.PushFrame)) as stream:
+    async with until_reset(key.messages(victim, PUSH)) as stream:
         for _ in range(20):
             await stream.send(wire.PushFrame(push=push, tensors=frame.tensors), [payload], timeout=PATIENCE)
 
 
-async def _batches(protocol: str, key: Key, victim: Victim) -> None:
+async def _batches(protocol: BatchProtocol, key: Key, victim: Victim) -> None:
     opened = messages.batch_opening(**_served(victim))
-    async with until_reset(key.messages(victim, protocol, wire.BatchFrame)) as stream:
+    async with until_reset(key.messages(victim, protocol)) as stream:
         await stream.send(wire.BatchFrame(open=opened), timeout=PATIENCE)
         frame, _ = await stream.receive(timeout=PATIENCE)
         if not frame.HasField("granted"):
@@ -191,7 +193,7 @@ async def adapters(key: Key, victim: Victim) -> None:
         names=[weight],
         tensors=[messages.tensor(victim.hidden, victim.hidden)],
     )
-    async with until_reset(key.messages(victim, ADAPTER, wire.BatchFrame)) as stream:
+    async with until_reset(key.messages(victim, ADAPTER)) as stream:
         await stream.send(wire.BatchFrame(adapter=adapter), timeout=PATIENCE)
         await stream.receive(timeout=PATIENCE)
         piece = wire.BatchFrame(piece=wire.Piece(), tensors=[wire.Tensor(nbytes=1000)])

@@ -20,8 +20,11 @@ from petalnode.node.trust.evidence_message import EVIDENCE_LIMITS, EvidenceMessa
 from petalnode.protocols import standard_pb2 as standard
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.circuit import HOP
-from petalnode.protocols.ids import CREDITS, EVIDENCE, RECEIPTS, TRANSFER, WEIGHTS
+from petalnode.protocols.credits import CREDITS
+from petalnode.protocols.directory import TRANSFER
+from petalnode.protocols.evidence import EVIDENCE, RECEIPTS
 from petalnode.protocols.nat_traversal import AUTONAT, DIAL_BACK, DIAL_REQUEST, PUNCH
+from petalnode.protocols.weights import WEIGHTS
 
 from .keys import PATIENCE, Key, Victim, delimited, until_reset
 
@@ -134,15 +137,15 @@ async def large_gossip(key: Key, victim: Victim) -> None:
 
 async def evidence_fetches(key: Key, victim: Victim) -> None:
     """Questions for evidence that is not there."""
-    async with until_reset(key.messages(victim, EVIDENCE, wire.EvidenceFrame)) as stream:
+    async with until_reset(key.messages(victim, EVIDENCE)) as stream:
         for _ in range(20):
             await stream.send(wire.EvidenceFrame(fetch=wire.Fetch(id=key.random.randbytes(32))), timeout=PATIENCE)
 
 
 async def receipts_and_orders(key: Key, victim: Victim) -> None:
     """Offers and orders to whoever audits, or keeps points."""
-    offers = await key.messages(victim, RECEIPTS, wire.EvidenceFrame)
-    orders = await key.messages(victim, CREDITS, wire.CreditsFrame)
+    offers = await key.messages(victim, RECEIPTS)
+    orders = await key.messages(victim, CREDITS)
     await offers.send(wire.EvidenceFrame(offer=wire.Offer()), timeout=PATIENCE)
     await orders.send(wire.CreditsFrame(query=wire.CreditQuery()), timeout=PATIENCE)
     await trio.sleep(1.0)
@@ -152,7 +155,7 @@ async def receipts_and_orders(key: Key, victim: Victim) -> None:
 
 async def transfers(key: Key, victim: Victim) -> None:
     """The test of a line, for as many bytes as it gives, unread."""
-    async with until_reset(key.messages(victim, TRANSFER, wire.TransferFrame)) as stream:
+    async with until_reset(key.messages(victim, TRANSFER)) as stream:
         frame = wire.TransferFrame(wanted=1 << 20, tensors=[wire.Tensor(nbytes=1 << 20)])
         for _ in range(20):
             await stream.send(frame, [bytes(1 << 20)], timeout=PATIENCE)
@@ -161,7 +164,7 @@ async def transfers(key: Key, victim: Victim) -> None:
 async def weights(key: Key, victim: Victim) -> None:
     """Offers, trees and pieces of the weights again and again, unread."""
     version = bytes.fromhex(victim.served.get("model_version", "11" * 32))
-    async with until_reset(key.messages(victim, WEIGHTS, wire.WeightsFrame)) as stream:
+    async with until_reset(key.messages(victim, WEIGHTS)) as stream:
         for number in range(300):
             query, tree = (
                 wire.WeightsQuery(model_version=version),

@@ -24,8 +24,9 @@ from petalnode.protocols.announcement import (
     freshened,
     sign_announcement,
 )
+from petalnode.protocols.directory import DIRECTORY, MANIFEST
 from petalnode.protocols.framing import MessageStream, PeerError
-from petalnode.protocols.ids import DIRECTORY, MANIFEST, Span, directory_key
+from petalnode.protocols.ids import Span, directory_key
 
 from .connections import silent_streams
 from .keys import PATIENCE, Key, Victim, delimited, until_reset
@@ -139,7 +140,7 @@ def announced(server: Identity, victim: Victim, key: Key) -> SignedAnnouncement:
 
 async def announcements(key: Key, victim: Victim) -> None:
     """Announcements of ever new servers."""
-    async with until_reset(key.messages(victim, DIRECTORY, wire.DirectoryFrame)) as stream:
+    async with until_reset(key.messages(victim, DIRECTORY)) as stream:
         for _ in range(100):
             record = announced(Identity.from_seed(key.random.randbytes(32)), victim, key)
             await stream.send(wire.DirectoryFrame(publish=record.to_wire()), timeout=PATIENCE)
@@ -151,16 +152,16 @@ async def false_directory(key: Key, victim: Victim) -> None:
     records = [announced(Identity.from_seed(key.random.randbytes(32)), victim, key) for _ in range(200)]
 
     async def answer(raw: StreamBytes, peer_id: str) -> None:
-        stream = MessageStream(raw, wire.DirectoryFrame, peer_id)
+        stream = MessageStream(raw, DIRECTORY, peer_id)
         with suppress(PeerError):
             while True:
                 await stream.receive(timeout=PATIENCE)
                 page = wire.DirectoryRecords(records=[record.to_wire() for record in records], truncated=True)
                 await stream.send(wire.DirectoryFrame(records=page), timeout=PATIENCE)
 
-    key.host.set_stream_handler(DIRECTORY, answer)
+    key.host.set_stream_handler(DIRECTORY.id, answer)
     await key.connect(victim)
-    stream = await key.messages(victim, DIRECTORY, wire.DirectoryFrame)
+    stream = await key.messages(victim, DIRECTORY)
     own = announced(key.identity, victim, key)
     await stream.send(wire.DirectoryFrame(publish=own.to_wire()), timeout=PATIENCE)
     await trio.sleep(20)
@@ -178,7 +179,7 @@ async def directory_questions(key: Key, victim: Victim) -> None:
         wire.DirectoryFrame(ping=wire.Ping(payload=bytes(32))),
         wire.DirectoryFrame(node_query=wire.NodeQuery()),
     )
-    async with until_reset(key.messages(victim, DIRECTORY, wire.DirectoryFrame)) as stream:
+    async with until_reset(key.messages(victim, DIRECTORY)) as stream:
         for _ in range(250):
             for frame in frames:
                 await stream.send(frame, timeout=PATIENCE)
@@ -188,7 +189,7 @@ async def directory_questions(key: Key, victim: Victim) -> None:
 async def manifest_questions(key: Key, victim: Victim) -> None:
     """The manifest again and again, unread."""
     version = bytes.fromhex(victim.served.get("model_version", "11" * 32))
-    async with until_reset(key.messages(victim, MANIFEST, wire.ManifestFrame)) as stream:
+    async with until_reset(key.messages(victim, MANIFEST)) as stream:
         for _ in range(1000):
             query = wire.ManifestQuery(model_version=version)
             await stream.send(wire.ManifestFrame(query=query), timeout=PATIENCE)

@@ -180,7 +180,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/petalnode/inference/1": Row(
         CLIENT,
-        f"{FRAMING}.MAX_HEADER protocols.inference.MAX_STEP_BYTES {MEMORY}.budgets_of",
+        f"protocols.inference.INFERENCE.max_header protocols.inference.INFERENCE.max_payload {MEMORY}.budgets_of",
         f"{REQUEST}.REQUESTS.open {FRAMING}.PATIENCE {FRAMING}.LEAST_RATE",
         f"{SERVICE}.SERVICE.most_sessions {STREAMS}.SHARES.max_served {STREAMS}.SHARES.least_served",
         ("tests/attacks/test_payload_before_permission.py", "tests/attacks/test_hoarded_cache.py"),
@@ -189,7 +189,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/petalnode/push/1": Row(
         "any peer, as the server before",
-        f"{FRAMING}.MAX_HEADER protocols.inference.MAX_STEP_BYTES",
+        "protocols.inference.PUSH.max_header protocols.inference.PUSH.max_payload",
         f"{SERVICE}.SERVICE.first_push node.server.requests.pushes.PUSHES.timeout",
         f"{STREAMS}.SHARES.max_served",
         ("tests/attacks/test_rejected_push.py", "tests/attacks/test_push_after_replacement.py"),
@@ -198,7 +198,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/petalnode/directory/1": Row(
         PEER,
-        "protocols.directory.MAX_HEADER "
+        "protocols.directory.DIRECTORY.max_header protocols.directory.DIRECTORY.max_payload "
         "protocols.directory.DIRECTORY_LIMITS.max_page protocols.announcement.ANNOUNCEMENT.max_bytes",
         f"protocols.directory.DIRECTORY_LIMITS.max_pages "
         f"node.swarm.answers.ANSWERS.frames_per_second {LIMITS}.WORK.per_second",
@@ -209,7 +209,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/petalnode/manifest/1": Row(
         PEER,
-        "protocols.directory.DIRECTORY_LIMITS.manifest_max_header node.models.manifest.MAX_WIRE_BYTES",
+        "protocols.directory.MANIFEST.max_header node.models.manifest.MAX_WIRE_BYTES",
         f"{STREAMS}.SHARES.max_served",
         "node.models.folder.MAX_BLOCKS",
         ("tests/attacks/test_false_versions.py",),
@@ -218,7 +218,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/petalnode/forward/1": Row(
         CLIENT,
-        f"protocols.training.MAX_HEADER {FRAMING}.MAX_PAYLOAD {MEMORY}.budgets_of",
+        f"protocols.training.FORWARD.max_header protocols.training.FORWARD.max_payload {MEMORY}.budgets_of",
         f"{REQUEST}.REQUESTS.piece node.server.requests.batch_requests.BATCHES.idle",
         f"{SERVICE}.SERVICE.most_streams protocols.training.MAX_KEPT_TENSORS",
         ("tests/attacks/test_memory_of_a_node.py",),
@@ -227,7 +227,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/petalnode/backward/1": Row(
         CLIENT,
-        f"protocols.training.MAX_HEADER {FRAMING}.MAX_PAYLOAD {MEMORY}.budgets_of",
+        f"protocols.training.BACKWARD.max_header protocols.training.BACKWARD.max_payload {MEMORY}.budgets_of",
         f"{REQUEST}.REQUESTS.piece node.server.requests.batch_requests.BATCHES.gradient",
         f"{SERVICE}.SERVICE.most_streams protocols.training.MAX_KEPT_TENSORS",
         ("tests/attacks/test_memory_of_a_node.py",),
@@ -236,7 +236,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/petalnode/adapter/1": Row(
         CLIENT,
-        "protocols.adapter.MAX_HEADER protocols.adapter.MAX_ADAPTER_BYTES",
+        "protocols.adapter.ADAPTER.max_header protocols.adapter.MAX_ADAPTER_BYTES",
         f"node.server.requests.adapters.ADAPTERS.bring {REQUEST}.REQUESTS.piece",
         "node.server.requests.adapters.ADAPTERS.most_streams protocols.adapter.MAX_ADAPTER_TENSORS",
         ("tests/attacks/test_memory_of_a_node.py", "tests/attacks/test_adapter_patterns.py"),
@@ -245,8 +245,8 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/petalnode/receipts/1": Row(
         "a client that shares receipts with a validator",
-        "protocols.evidence.EVIDENCE_SIZES.max_header "
-        "protocols.evidence.EVIDENCE_SIZES.max_shared protocols.evidence.PIECE_BYTES",
+        "protocols.evidence.RECEIPTS.max_header protocols.evidence.RECEIPTS.max_payload "
+        "protocols.evidence.EVIDENCE_SIZES.max_shared",
         "node.validator.auditing.AUDITS.offer_timeout node.validator.auditing.AUDITS.piece_timeout",
         "node.validator.auditing.AUDITS.max_pending_bytes node.validator.auditing.AUDITS.max_calls",
         ("tests/attacks/test_false_answers.py", "tests/attacks/test_held_places.py"),
@@ -255,7 +255,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/petalnode/evidence/1": Row(
         PEER,
-        "protocols.evidence.EVIDENCE_SIZES.max_header protocols.evidence.EVIDENCE_SIZES.max_shared",
+        "protocols.evidence.EVIDENCE.max_header protocols.evidence.EVIDENCE_SIZES.max_shared",
         "node.trust.evidence_gossip.HELD.idle_timeout protocols.evidence.EVIDENCE_SIZES.min_rate",
         "node.trust.evidence_gossip.HELD.fetches_per_stream node.trust.evidence_gossip.HELD.max_held_bytes",
         ("tests/attacks/test_slow_evidence.py",),
@@ -264,7 +264,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/petalnode/credits/1": Row(
         "any peer, at a node that keeps points",
-        "protocols.credits.CREDITS_LIMITS.max_header",
+        "protocols.credits.CREDITS.max_header",
         "node.credits.issuer.ISSUER.idle_timeout protocols.credits.CREDITS_LIMITS.max_orders",
         "node.credits.issuer.ISSUER.max_streams "
         "node.credits.issuer.ISSUER.max_pending_orders node.credits.ledger.LEDGER.max_accounts",
@@ -274,8 +274,8 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/petalnode/weights/1": Row(
         PEER,
-        "protocols.weights.WEIGHTS_LIMITS.max_query protocols.weights.WEIGHTS_LIMITS.max_tree "
-        "protocols.weights.PIECE_BYTES",
+        "protocols.weights.WEIGHTS.max_header protocols.weights.WEIGHTS_ASKED.max_header "
+        "protocols.weights.WEIGHTS.max_payload",
         "node.weights.holder.HOLDING.idle node.weights.holder.HOLDING.send node.weights.holder.HOLDING.beside_sessions "
         "node.weights.fetching.FETCHING.piece",
         "node.weights.holder.HOLDING.places node.weights.fetching.FETCHING.peers",
@@ -289,7 +289,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/petalnode/transfer/1": Row(
         "another server",
-        f"{FRAMING}.MAX_HEADER {FRAMING}.MAX_PAYLOAD",
+        "protocols.directory.TRANSFER.max_header protocols.directory.TRANSFER.max_payload",
         "node.server.lifecycle.other_servers.TRANSFERS.timeout",
         "node.server.lifecycle.other_servers.TRANSFERS.max_streams",
         ("tests/swarm/test_streams.py",),

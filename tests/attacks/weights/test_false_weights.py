@@ -22,9 +22,10 @@ from petalnode.node.weights.remote_model import NotServed, meant_version, truste
 from petalnode.node.weights.store import check_texts, is_text_file
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState
-from petalnode.protocols.ids import WEIGHTS, Span
+from petalnode.protocols.ids import Span
 from petalnode.protocols.weights import (
     PIECE_BYTES,
+    WEIGHTS,
     BadTree,
     Offer,
     Tree,
@@ -110,7 +111,7 @@ def test_silence_ends(folder: ModelFolder, manifest: Manifest) -> None:
         async def serve(stream: Any) -> None:
             await trio.sleep_forever()
 
-        silent.set_handler(WEIGHTS, wire.WeightsFrame, serve)
+        silent.set_handler(WEIGHTS, serve)
         hands_on(network, folder, manifest)
 
     assert compute_manifest(fetched(setting)).version == manifest.version
