@@ -113,7 +113,7 @@ class MessageStream(Generic[F]):
         self.peer_id = peer_id
         self._raw = raw
         self._protocol = protocol
-        self.max_header = protocol.max_header
+        self.max_header = protocol.max_header  # of a message that is received: who knows that it is short says less
         self._send_lock = trio.Lock()
         self._buffer = bytearray()
         self._header: F | None = None  # parsed, its payload not all here yet
@@ -186,9 +186,10 @@ class MessageStream(Generic[F]):
             elif tensor.nbytes != view.nbytes:
                 raise ValueError(f"a payload of {view.nbytes} bytes for a tensor of {tensor.nbytes} bytes")
         header, total = frame.SerializeToString(), sum(view.nbytes for view in views)
-        if len(header) > self.max_header or total > self._protocol.max_payload or len(tensors) > MAX_TENSORS:
+        bounds = self._protocol
+        if len(header) > bounds.max_header or total > bounds.max_payload or len(tensors) > MAX_TENSORS:
             sizes = f"a header of {len(header)} bytes and {len(tensors)} tensors of {total} bytes"
-            most = f"{self.max_header}, {MAX_TENSORS} and {self._protocol.max_payload}"
+            most = f"{bounds.max_header}, {MAX_TENSORS} and {bounds.max_payload}"
             raise ValueError(f"{sizes}; this stream takes {most}")
         head = varint(len(header)) + header
         return [memoryview(head), *views], len(head) + total

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
@@ -38,17 +38,16 @@ class WeightsLimits:
     max_name: int = 512  # characters
     max_dimensions: int = 16
     max_bare: int = 64  # names in an offer
+    question: int = 256  # bytes
 
 
 WEIGHTS_LIMITS: Final = WeightsLimits()
 WEIGHTS: Final = StreamProtocol(
     "/petalnode/weights/1",
     wire.WeightsFrame,
-    max_header=256,  # of a question
+    max_header=4 << 20,  # of a tree: 32 bytes for each piece, so a part has at most about 100 GiB
     max_payload=PIECE_BYTES,
 )
-WEIGHTS_ASKED: Final = replace(WEIGHTS, max_header=4 << 20)
-"""As the asking side opens it: trees take 32 bytes for each piece, so a part has at most about 100 GiB."""
 WeightsStream = MessageStream[wire.WeightsFrame]
 
 
@@ -221,19 +220,6 @@ def check_question(frame: wire.WeightsFrame) -> None:
     """
     if frame.tensors:
         raise ProtocolError("a question about weights has no tensors", "")
-
-
-async def send_tree(stream: WeightsStream, tree: wire.PartTree, *, timeout: float) -> None:
-    """Answers a TreeQuery: with a larger header than questions may have.
-
-    Raises:
-        PeerError: as `MessageStream.send`.
-    """
-    of_questions, stream.max_header = stream.max_header, WEIGHTS_ASKED.max_header
-    try:
-        await stream.send(wire.WeightsFrame(tree=tree), timeout=timeout)
-    finally:
-        stream.max_header = of_questions
 
 
 # --- asking

@@ -16,7 +16,7 @@ import trio
 from ...protocols.framing import PeerError, ProtocolError
 from ...protocols.weights import (
     PIECE_BYTES,
-    WEIGHTS_ASKED,
+    WEIGHTS,
     Offer,
     WeightsStream,
     ask_offer,
@@ -68,7 +68,7 @@ FETCHING: Final = FetchPolicy()
 
 def open_weights(swarm: Swarm, peer_id: str) -> AbstractAsyncContextManager[WeightsStream]:
     """A stream of questions to a peer, closed at the end of the block."""
-    return swarm.open_stream(peer_id, WEIGHTS_ASKED, timeout=FETCHING.open)
+    return swarm.open_stream(peer_id, WEIGHTS, timeout=FETCHING.open)
 
 
 async def offer_of(swarm: Swarm, peer_id: str, version: bytes, num_blocks: int) -> Offer | None:

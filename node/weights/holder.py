@@ -28,7 +28,6 @@ from ...protocols.weights import (
     WeightsStream,
     check_question,
     count_pieces,
-    send_tree,
 )
 from ..errors import ModelError
 from ..models import Manifest, ModelFolder
@@ -152,6 +151,7 @@ class WeightsHolder:
 
     async def serve(self, stream: WeightsStream) -> None:
         """Answers the questions of one stream until it ends (raises PeerError then)."""
+        stream.max_header = WEIGHTS_LIMITS.question
         origin = self._swarm.host.origin_of(stream.peer_id)
         with self._places.take(stream.peer_id, origin) as place:
             if place is None:
@@ -178,7 +178,7 @@ class WeightsHolder:
             tree = self._trees[asked.part].to_wire()
             with place.working():
                 await self._turn(place, tree.ByteSize())
-            await send_tree(stream, tree, timeout=HOLDING.send)
+            await stream.send(wire.WeightsFrame(tree=tree), timeout=HOLDING.send)
         else:
             await self._send_piece(stream, asked.part, asked.piece, place)
 

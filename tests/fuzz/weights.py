@@ -22,7 +22,6 @@ from petalnode.node.weights.store import check_texts, config_of
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.weights import (
     WEIGHTS,
-    WEIGHTS_ASKED,
     BadTree,
     Offer,
     Tree,
@@ -144,5 +143,5 @@ def _answers(mutator: Mutator) -> list[tuple[Any, bytes]]:
 TARGETS: Final[tuple[Target, ...]] = (
     parser("tree of weights", 12, _tree, _read_tree, BadTree, ModelError),
     Target("questions about weights", 3, _to_holder, _holder, 400.0, peak=4 << 20),
-    asking("asked for weights", 3, _ask, _answers, WEIGHTS_ASKED, max_header=WEIGHTS_ASKED.max_header),
+    asking("asked for weights", 3, _ask, _answers, WEIGHTS, max_header=WEIGHTS.max_header),
 )

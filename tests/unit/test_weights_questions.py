@@ -13,7 +13,6 @@ from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError, ProtocolError
 from petalnode.protocols.weights import (
     WEIGHTS,
-    WEIGHTS_ASKED,
     BadTree,
     Offer,
     Tree,
@@ -23,7 +22,6 @@ from petalnode.protocols.weights import (
     ask_piece,
     ask_trees,
     receive_piece,
-    send_tree,
 )
 
 VERSION, BLOCKS = bytes(range(32)), 4
@@ -48,7 +46,7 @@ async def piece(stream: WeightsStream) -> object:
 
 async def answered(ask: Ask, *answers: tuple[wire.WeightsFrame, bytes]) -> object:
     """What comes of a question that is answered so."""
-    ours, theirs = message_streams(WEIGHTS_ASKED, "asker", "holder")
+    ours, theirs = message_streams(WEIGHTS, "asker", "holder")
     for frame, payload in answers:
         await theirs.send(frame, [payload] if frame.tensors else [], timeout=10)
     return await ask(ours)
@@ -101,16 +99,6 @@ async def test_impossible_offer_or_tree_is_the_peers_fault() -> None:
         await answered(offer, (wire.WeightsFrame(offer=wire.WeightsOffer(parts=bytes(9))), b""))
     with pytest.raises(ProtocolError):
         await answered(trees, (wire.WeightsFrame(tree=wire.PartTree(form="pickle")), b""))
-
-
-async def test_tree_may_exceed_a_question() -> None:
-    ours, theirs = message_streams(WEIGHTS, "asker", "holder")
-    await send_tree(theirs, wire.PartTree(form="safetensors", pieces=bytes(1 << 16)), timeout=10)
-    ours.max_header = WEIGHTS_ASKED.max_header
-    frame, _ = await ours.receive(timeout=10)
-    assert len(frame.tree.pieces) == 1 << 16
-    with pytest.raises(ValueError, match="a header of"):
-        await theirs.send(wire.WeightsFrame(query=wire.WeightsQuery(model_version=bytes(300))), timeout=10)
 
 
 LARGEST = (1 << 48) - 1

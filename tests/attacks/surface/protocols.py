@@ -274,7 +274,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/petalnode/weights/1": Row(
         PEER,
-        "protocols.weights.WEIGHTS.max_header protocols.weights.WEIGHTS_ASKED.max_header "
+        "protocols.weights.WEIGHTS.max_header protocols.weights.WEIGHTS_LIMITS.question "
         "protocols.weights.WEIGHTS.max_payload",
         "node.weights.holder.HOLDING.idle node.weights.holder.HOLDING.send node.weights.holder.HOLDING.beside_sessions "
         "node.weights.fetching.FETCHING.piece",

@@ -25,7 +25,8 @@ from petalnode.node.weights.store import number_of_part
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.weights import (
-    WEIGHTS_ASKED,
+    WEIGHTS,
+    WEIGHTS_LIMITS,
     Offer,
     WeightsStream,
     ask_offer,
@@ -49,13 +50,13 @@ async def test_places_are_shared_and_idle_ones_given_up(reading: bool, folder: M
         hoarders = [network.node(Identity.generate()) for _ in range(holder.HOLDING.places * 2)]
         for node in hoarders:
             network.origins[node.peer_id] = "192.0.2.1"
-            stream = await node.new_stream(server.peer_id, WEIGHTS_ASKED, timeout=5.0)
+            stream = await node.new_stream(server.peer_id, WEIGHTS, timeout=5.0)
             for _ in range(4):
                 await stream.send(query if reading else piece, timeout=5.0)
         await trio.sleep(10.0)
         newcomer = network.node(Identity.generate())
         network.origins[newcomer.peer_id] = "192.0.2.2"
-        async with newcomer.open_stream(server.peer_id, WEIGHTS_ASKED, timeout=5.0) as stream:
+        async with newcomer.open_stream(server.peer_id, WEIGHTS, timeout=5.0) as stream:
             await stream.send(query, timeout=5.0)
             answer, _ = await stream.receive(timeout=5.0)
             assert answer.HasField("offer")
@@ -70,11 +71,29 @@ async def test_questions_about_the_model_read_no_weights(
     async with open_network() as network:
         server, _ = hands_on(network, folder, manifest)
         asker = network.node(Identity.generate())
-        async with asker.open_stream(server.peer_id, WEIGHTS_ASKED, timeout=5.0) as stream:
+        async with asker.open_stream(server.peer_id, WEIGHTS, timeout=5.0) as stream:
             await stream.send(wire.WeightsFrame(query=wire.WeightsQuery(model_version=manifest.version)), timeout=5.0)
             answer, _ = await stream.receive(timeout=5.0)
     found = Offer.from_wire(answer.offer, NUM_BLOCKS)
     assert found.parts == {NUM_BLOCKS + 2}  # the tokenizer
+
+
+@pytest.mark.virtual_time
+async def test_question_longer_than_any_is_refused(
+    folder: ModelFolder, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before memory for it is taken. An answer may be as long: keys of a checkpoint that has no prefix."""
+    names = [f"{'long' * 20}.{number}" for number in range(WEIGHTS_LIMITS.max_bare)]
+    monkeypatch.setattr(holder, "bare_names", lambda _: tuple(sorted(names)))
+    async with open_network() as network:
+        server, _ = hands_on(network, folder, manifest)
+        asker = network.node(Identity.generate())
+        async with asker.open_stream(server.peer_id, WEIGHTS, timeout=5.0) as stream:
+            offer = await ask_offer(stream, manifest.version, NUM_BLOCKS, timeout=5.0)
+            assert offer is not None and len(offer.bare) == len(names)
+            await stream.send(wire.WeightsFrame(query=wire.WeightsQuery(model_version=bytes(300))), timeout=5.0)
+            with pytest.raises(PeerError):
+                await stream.receive(timeout=5.0)
 
 
 @pytest.mark.virtual_time
