@@ -71,6 +71,7 @@ def tap(client: tuple[Model, Tap]) -> Tap:
 # --- one server dies
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_server_is_killed_while_it_takes_long_prompt(
     position: int, model: Model, tap: Tap, fleet: Fleet, expected: Expected
@@ -91,6 +92,7 @@ def test_server_is_killed_while_it_takes_long_prompt(
     assert torch.equal(out, expected(ids))
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("token", [0, 1, 5], ids=["before the first token", "first decode", "mid decode"])
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_a_server_is_killed(position: int, token: int, model: Model, fleet: Fleet, expected: Expected) -> None:
@@ -133,6 +135,7 @@ def test_replacement_is_killed_during_the_replay(
 # --- several die
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("positions", [(0, 1), (0, 2)], ids=["neighbours", "first and last"])
 def test_two_are_killed_at_once(positions: Sequence[int], model: Model, fleet: Fleet, expected: Expected) -> None:
     ids = prompt(1, 40)
@@ -147,6 +150,7 @@ def test_two_are_killed_at_once(positions: Sequence[int], model: Model, fleet: F
     assert torch.equal(out, expected(ids))
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_whole_chain_is_killed_one_after_another(model: Model, fleet: Fleet, expected: Expected) -> None:
     ids = prompt(1, 12)
     with model.inference_session(max_length=220) as session:
@@ -179,6 +183,7 @@ def beams_killing(model: Model, fleet: Fleet, session: Any, token: int, position
     return generate(model, session=session, logits_processor=[Killing()], **options)
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("position", [0, 2])
 def test_beam_search_goes_on(position: int, model: Model, fleet: Fleet, expected: Expected) -> None:
     ids = prompt(2, 11)
@@ -190,6 +195,7 @@ def test_beam_search_goes_on(position: int, model: Model, fleet: Fleet, expected
     assert torch.equal(out, expected(ids, **options))
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_padded_batch_goes_on(model: Model, fleet: Fleet, expected: Expected) -> None:
     ids = prompt(3, 11)
     mask = torch.tensor([[1] * 11, [0] * 4 + [1] * 7, [0] * 8 + [1] * 3])
@@ -211,6 +217,7 @@ def test_a_padded_batch_goes_on(model: Model, fleet: Fleet, expected: Expected) 
     assert torch.equal(out, expected(ids, attention_mask=mask))
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_rollback_is_not_forgotten(model: Model, fleet: Fleet) -> None:
     """Servers die after a rollback was carried out, and between setting the position and the next step."""
     hidden = torch.randn(1, 30, HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -259,6 +266,7 @@ def test_cut_off_step_changes_nothing_or_ends_all(reorder: tuple[int, ...], mode
             assert (out - model.remote_blocks(hidden)[:, 3:]).abs().max() <= TOLERANCE
 
 
+@pytest.mark.usefixtures("patient")
 def test_rows_that_changed_places_stay_there(model: Model, fleet: Fleet) -> None:
     """A reorder behind the point that is rolled back to has moved the rows before it as well."""
     hidden = torch.randn(3, 12, HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -275,6 +283,7 @@ def test_rows_that_changed_places_stay_there(model: Model, fleet: Fleet) -> None
     assert (out - model.remote_blocks(sequence)[:, -2:]).abs().max() <= TOLERANCE
 
 
+@pytest.mark.usefixtures("patient")
 def test_others_with_other_boundaries_take_over(
     pool: MemoryPool, fleet: Fleet, folder: Path, expected: Expected, model: Model
 ) -> None:
@@ -338,6 +347,7 @@ def test_server_is_frozen_in_a_long_prompt(model: Model, tap: Tap, pool: MemoryP
     assert torch.equal(out, expected(ids))
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_server_comes_back_under_its_name(pool: MemoryPool, fleet: Fleet, folder: Path, expected: Expected) -> None:
     """It has lost its sessions and its port, and is the only one that holds the blocks.
 
