@@ -15,7 +15,7 @@ from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM,
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from tests.greedy import prompt
 from tests.swarm.deep_drafts import LOOKUP
-from tests.swarm.longrope_models import BORDER, FIELDS, given, padded
+from tests.swarm.longrope_models import BORDER, FIELDS, SIZES, given, padded
 from tests.tiny_models import load_whole, save_tiny
 
 Model = DistributedModelForCausalLM
@@ -41,9 +41,9 @@ class Served:
 @pytest.fixture(scope="module", params=FIELDS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     name = request.param
-    folder = save_tiny(name, tmp_path_factory.mktemp(name), max_position_embeddings=2048, **FIELDS[name])
+    folder = save_tiny(name, tmp_path_factory.mktemp(name), **SIZES, **FIELDS[name])
     with memory_swarm() as swarm:
-        servers = tuple(swarm.start(folder, blocks) for blocks in ("0:3", "3:6"))
+        servers = tuple(swarm.start(folder, blocks) for blocks in ("0:1", "1:3"))
         for server in servers:
             server.ready  # noqa: B018  (waits)
         with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
