@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,38 +13,28 @@ import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.client.api.inference_session import InferenceSession
+from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
+from petalnode.protocols.ids import PUSH
 from tests.inspection import call, client_of, session_of
 from tests.swarm.conftest import SharedSwarm
-from tests.swarm.processes import LOOPBACK, Node, Nodes, Running
+from tests.swarm.processes import Nodes
 from tests.tiny_models import load_whole
 
 NEW_TOKENS = 20
+OPTIONS: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
 
-# A server whose neighbours' pushes go wrong: in this process only, before the real program runs.
-_DEAF = """
-import sys
-from petalnode.node.server.requests.service import RequestService
 
-async def swallow(self, stream):
-    while True:
-        await stream.receive(timeout=None)
-
-async def refuse(self, stream):
-    await stream.reset()
-
-RequestService.handle_push = {"swallow": swallow, "refuse": refuse}[sys.argv.pop(1)]
-from petalnode.node.cli.app import main
-main()
-"""
+@cache
+def answered(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """A prompt, and what plain transformers says to it."""
+    prompt = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(3))
+    return prompt, load_whole(folder).generate(prompt, **OPTIONS)
 
 
 def generated(model: DistributedModelForCausalLM, session: InferenceSession, folder: Path) -> Any:
     """Generates in `session` and checks the tokens against plain transformers; the session's inside."""
-    torch.manual_seed(3)
-    prompt = torch.randint(3, 100, (2, 9))
-    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
-    output = model.generate(prompt, session=session, **options)
-    assert torch.equal(output, load_whole(folder).generate(prompt, **options))
+    prompt, expected = answered(folder)
+    assert torch.equal(model.generate(prompt, session=session, **OPTIONS), expected)
     return session_of(session)
 
 
@@ -67,49 +58,56 @@ def test_a_step_goes_from_server_to_server(shared_swarm: SharedSwarm) -> None:
             assert received == first_received  # while the client has a copy of every junction
 
 
-@pytest.fixture(scope="module", params=["swallow", "refuse"])
-def deaf_swarm(request: pytest.FixtureRequest, node_starter: Nodes, models: Path) -> Iterator[tuple[Node, Running]]:
-    first = node_starter.server(models / "tiny-llama", "0:3")
-    first.ready  # noqa: B018
-    deaf = node_starter.script(
-        _DEAF,
-        *(request.param, "serve", str(models / "tiny-llama"), "--blocks", "3:6", "--peer", first.address),
-        *("--listen", LOOPBACK, "--identity", str(node_starter.home / f"{request.param}.key"), "--json"),
-    )
-    deaf.event("ready")
-    yield first, deaf
-    deaf.signal(signal.SIGTERM)
-    deaf.wait()
-    first.stop()
+async def swallow(stream: Any) -> None:
+    while True:
+        await stream.receive(timeout=None)
 
 
-def test_client_relays_where_push_does_not_arrive(deaf_swarm: tuple[Node, Running], models: Path) -> None:
-    folder = models / "tiny-llama"
-    with open_model(folder, deaf_swarm[0].address) as model, model.inference_session(64) as session:
+async def refuse(stream: Any) -> None:
+    await stream.reset()
+
+
+@pytest.fixture(scope="module", params=[swallow, refuse], ids=["swallow", "refuse"])
+def deaf_swarm(request: pytest.FixtureRequest, blocks_as_served: None, folder: Path) -> Iterator[MemorySwarm]:
+    """Two servers, of which the second has its neighbours' pushes go wrong."""
+
+    def deafen(node: Any) -> None:
+        honest = node.set_handler
+
+        def set_handler(name: str, frame_type: Any, handler: Any, **options: Any) -> None:
+            honest(name, frame_type, request.param if name == PUSH else handler, **options)
+
+        node.set_handler = set_handler
+
+    with memory_swarm() as swarm:
+        assert swarm.start(folder, "0:3").ready and swarm.start(folder, "3:6", prepare=deafen).ready
+        yield swarm
+
+
+def test_client_relays_where_push_does_not_arrive(deaf_swarm: MemorySwarm, folder: Path) -> None:
+    with (
+        deaf_swarm.open_model(AutoDistributedModelForCausalLM, folder) as model,
+        model.inference_session(64) as session,
+    ):
         inside = generated(model, session, folder)
         assert inside.pushed_steps == 0
         assert session.recoveries == 0  # not a step was lost, and nobody was blamed for it
 
 
-def test_receiver_of_lost_push_keeps_its_place(
-    deaf_swarm: tuple[Node, Running], node_starter: Nodes, models: Path
-) -> None:
-    first, _ = deaf_swarm
-    other = node_starter.server(models / "tiny-llama", "3:6", peer=first.address)
-    other.ready  # noqa: B018
-    with open_model(models / "tiny-llama", first.address) as model:
+def test_receiver_of_lost_push_keeps_its_place(deaf_swarm: MemorySwarm, folder: Path) -> None:
+    other: str = deaf_swarm.start(folder, "3:6").ready["peer_id"]
+    with deaf_swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
 
         async def prefer_the_deaf_one() -> None:
-            client_of(model).suspect(other.peer_id)
+            client_of(model).suspect(other)
 
         stayed = False
         while not stayed:  # on a busy machine its answer to the step that is sent again may be late as well
             call(model, prefer_the_deaf_one)
             with model.inference_session(64) as session:
-                inside = generated(model, session, models / "tiny-llama")
+                inside = generated(model, session, folder)
                 asked = [peer for peer, _ in session.route]
-                stayed = inside.pushed_steps == 0 and session.recoveries == 0 and other.peer_id not in asked
-    other.stop()
+                stayed = inside.pushed_steps == 0 and session.recoveries == 0 and other not in asked
 
 
 def test_stopping_server_is_left_in_order(node_starter: Nodes, models: Path) -> None:
