@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,6 @@ import torch
 from petalnode.crypto.evidence import ACCUSATION_DOMAIN
 from petalnode.crypto.identity import Identity
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
-from petalnode.node.client.api.inference_session import InferenceSession
 from petalnode.node.client.generation.conversation import Conversation
 from petalnode.node.client.generation.sampling import Sampling
 from petalnode.node.client.sharing import auditable
@@ -160,8 +159,8 @@ def test_a_fork_goes_on_by_itself(swarm: MemorySwarm, folder: Path) -> None:
                 assert third.position == other.position
         with pytest.raises(BadInput, match="closed"):
             one.fork()
-    with model_session(swarm, folder) as session, session.fork() as empty:
-        assert empty.position == 0
+        with model.inference_session(50) as unused, unused.fork() as empty:
+            assert empty.position == 0
 
 
 def test_a_fork_of_beams_is_computed_anew(swarm: MemorySwarm, folder: Path) -> None:
@@ -172,12 +171,6 @@ def test_a_fork_of_beams_is_computed_anew(swarm: MemorySwarm, folder: Path) -> N
         session.step(states[:, 40:60], reorder=[1, 1])
         with session.fork() as fork:
             torch.testing.assert_close(fork.step(states[:, 60:]), session.step(states[:, 60:]))
-
-
-@contextmanager
-def model_session(swarm: MemorySwarm, folder: Path) -> Iterator[InferenceSession]:
-    with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model, model.inference_session(50) as session:
-        yield session
 
 
 async def shared_bundle(swarm: MemorySwarm, folder: Path) -> Bundle:

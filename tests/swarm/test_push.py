@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.api.inference_session import InferenceSession
 from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
+from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import PUSH
 from tests.inspection import call, client_of, session_of
 from tests.swarm.conftest import SharedSwarm
+from tests.swarm.fleet import Model, heard_of
+from tests.swarm.memory_pool import started
 from tests.swarm.processes import Nodes
 from tests.tiny_models import load_whole
 
@@ -31,14 +34,14 @@ def answered(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return prompt, load_whole(folder).generate(prompt, **OPTIONS)
 
 
-def generated(model: DistributedModelForCausalLM, session: InferenceSession, folder: Path) -> Any:
+def generated(model: Model, session: InferenceSession, folder: Path) -> Any:
     """Generates in `session` and checks the tokens against plain transformers; the session's inside."""
     prompt, expected = answered(folder)
     assert torch.equal(model.generate(prompt, session=session, **OPTIONS), expected)
     return session_of(session)
 
 
-def open_model(folder: Path, peer: str) -> DistributedModelForCausalLM:
+def open_model(folder: Path, peer: str) -> Model:
     return AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=[peer])
 
 
@@ -68,46 +71,38 @@ async def refuse(stream: Any) -> None:
 
 
 @pytest.fixture(scope="module", params=[swallow, refuse], ids=["swallow", "refuse"])
-def deaf_swarm(request: pytest.FixtureRequest, blocks_as_served: None, folder: Path) -> Iterator[MemorySwarm]:
-    """Two servers, of which the second has its neighbours' pushes go wrong."""
-
-    def deafen(node: Any) -> None:
-        honest = node.set_handler
-
-        def set_handler(name: str, frame_type: Any, handler: Any, **options: Any) -> None:
-            honest(name, frame_type, request.param if name == PUSH else handler, **options)
-
-        node.set_handler = set_handler
-
+def deaf(request: pytest.FixtureRequest, blocks_as_served: None, folder: Path) -> Iterator[tuple[MemorySwarm, Model]]:
+    """Two servers, of which the second has its neighbours' pushes go wrong; a client."""
     with memory_swarm() as swarm:
-        assert swarm.start(folder, "0:3").ready and swarm.start(folder, "3:6", prepare=deafen).ready
-        yield swarm
+        _, second = started(swarm, folder, "0:3", "3:6")
+        swarm.change(lambda network: second.node.set_handler(PUSH, wire.PushFrame, request.param))
+        with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
+            yield swarm, model
 
 
-def test_client_relays_where_push_does_not_arrive(deaf_swarm: MemorySwarm, folder: Path) -> None:
-    with (
-        deaf_swarm.open_model(AutoDistributedModelForCausalLM, folder) as model,
-        model.inference_session(64) as session,
-    ):
+def test_client_relays_where_push_does_not_arrive(deaf: tuple[MemorySwarm, Model], folder: Path) -> None:
+    _, model = deaf
+    with model.inference_session(64) as session:
         inside = generated(model, session, folder)
         assert inside.pushed_steps == 0
         assert session.recoveries == 0  # not a step was lost, and nobody was blamed for it
 
 
-def test_receiver_of_lost_push_keeps_its_place(deaf_swarm: MemorySwarm, folder: Path) -> None:
-    other: str = deaf_swarm.start(folder, "3:6").ready["peer_id"]
-    with deaf_swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
+def test_receiver_of_lost_push_keeps_its_place(deaf: tuple[MemorySwarm, Model], folder: Path) -> None:
+    swarm, model = deaf
+    other = swarm.start(folder, "3:6")
+    heard_of(model, [other])
 
-        async def prefer_the_deaf_one() -> None:
-            client_of(model).suspect(other)
+    async def prefer_the_deaf_one() -> None:
+        client_of(model).suspect(other.peer_id)
 
-        stayed = False
-        while not stayed:  # on a busy machine its answer to the step that is sent again may be late as well
-            call(model, prefer_the_deaf_one)
-            with model.inference_session(64) as session:
-                inside = generated(model, session, folder)
-                asked = [peer for peer, _ in session.route]
-                stayed = inside.pushed_steps == 0 and session.recoveries == 0 and other not in asked
+    stayed = False
+    while not stayed:  # on a busy machine its answer to the step that is sent again may be late as well
+        call(model, prefer_the_deaf_one)
+        with model.inference_session(64) as session:
+            inside = generated(model, session, folder)
+            asked = [peer for peer, _ in session.route]
+            stayed = inside.pushed_steps == 0 and session.recoveries == 0 and other.peer_id not in asked
 
 
 def test_stopping_server_is_left_in_order(node_starter: Nodes, models: Path) -> None:
@@ -122,8 +117,8 @@ def test_stopping_server_is_left_in_order(node_starter: Nodes, models: Path) -> 
             client_of(model).suspect(peers[0])
 
         call(model, prefer_the_one_that_will_leave)
-        prompt = torch.randint(3, 100, (1, 9), generator=torch.Generator().manual_seed(3))
-        first = model.generate(prompt, session=session, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+        prompt, _ = answered(folder)
+        first = model.generate(prompt[:1], session=session, max_new_tokens=5, min_new_tokens=5, do_sample=False)
         assert [peer for peer, _ in session.route] == [leaving.peer_id]
         leaving.signal(signal.SIGTERM)
         leaving.event("stopping")
