@@ -108,7 +108,6 @@ def test_receiver_of_lost_push_keeps_its_place(deaf: tuple[MemorySwarm, Model], 
 def test_stopping_server_is_left_in_order(node_starter: Nodes, models: Path) -> None:
     folder = models / "tiny-llama"
     leaving = node_starter.server(folder, "0:6")
-    leaving.ready  # noqa: B018
     staying = [node_starter.server(folder, blocks, peer=leaving.address) for blocks in ("0:4", "3:6")]
     peers = [node.peer_id for node in staying]
     with open_model(folder, staying[0].address) as model, model.inference_session(120) as session:
