@@ -42,6 +42,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+PIECE = 128
+"""Two chunks of the gated delta rule. Some models are computed token by token."""
+
+
+@pytest.fixture(scope="module")
+def small_pieces() -> Iterator[None]:
+    """Servers compute prompts in pieces of `PIECE` tokens, and keep states as often: half of what they usually do."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("server.turns.PREFILL_CHUNK", "blocks.cache.SNAPSHOT", "blocks.caches.states.SNAPSHOT"):
+            patched.setattr(f"petalnode.node.{name}", PIECE)
+        yield
+
+
 _lasting = LastingNodes()
 
 

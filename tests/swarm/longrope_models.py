@@ -9,6 +9,7 @@ import torch
 from tests.greedy import prompt
 
 BORDER = 40
+SIZES = {"num_hidden_layers": 3, "max_position_embeddings": 2048}
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": BORDER,
     "short_factor": [1.0] * 8, "long_factor": [1.0 + place for place in range(8)],

@@ -19,6 +19,7 @@ from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import load_whole, save_tiny
 
 Model = DistributedModelForCausalLM
+pytestmark = pytest.mark.usefixtures("blocks_as_served")
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
 GUESSED = {**CONSTANT, "num_assistant_tokens": 6}
 

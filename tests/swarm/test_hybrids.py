@@ -15,13 +15,15 @@ from petalnode.node.client.generation.draft_model import MOST_DRAFTED
 from petalnode.node.models.folder import open_folder
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm
 from tests.greedy import generate, prompt
+from tests.swarm.conftest import PIECE
 from tests.swarm.deep_drafts import LOOKUP, Few
 from tests.swarm.fleet import heard_of
 from tests.tiny_models import CROSSING, CUTS, HYBRIDS, WHOLE, save_tiny
 
+pytestmark = pytest.mark.usefixtures("small_pieces")
 Model = DistributedModelForCausalLM
 TOLERANCE = 2e-4
-LONG, LONG_ROWS = 264, 140
+LONG, LONG_ROWS = PIECE + 8, PIECE // 3 + 12
 """Tokens of a prompt, of one row or of three, that servers compute in several pieces."""
 BEAMS = {"num_beams": 3}
 on_each_state = pytest.mark.parametrize(
@@ -131,7 +133,7 @@ def test_longest_draft_is_undone_without_a_replay(steps: list[int], model: Model
 @on_each_state
 def test_session_goes_back_farther_than_servers_keep_states(model: Model, whole: Any, kind: str) -> None:
     """What led there is sent again."""
-    ids = prompt(1, LONG)
+    ids = prompt(1, 2 * PIECE + 8)
     with model.inference_session(max_length=350) as session:
         generate(model, ids, session=session, max_new_tokens=20)
         other = torch.cat([ids[:, :9], prompt(1, 5, seed=1)], dim=1)
@@ -150,10 +152,9 @@ def test_a_server_is_killed_in_the_middle(
         for at, killed in ((4, 0), (9, 1)):
             out = generate(model, ids, session=session, max_new_tokens=at)
             ids = out
-            peer = session.route[killed][0]
-            victim = next(one for one in extra if one.peer_id == peer) if peer in [o.peer_id for o in extra] else None
-            if victim is not None:
-                victim.kill()
+            for server in extra:
+                if server.peer_id == session.route[killed][0]:
+                    server.kill()
         assert torch.equal(generate(model, ids, session=session), generate(whole, ids))
 
 

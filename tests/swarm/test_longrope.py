@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
-from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from petalnode.node.testing.memory_servers import memory_swarm
 from tests.greedy import prompt
 from tests.swarm.deep_drafts import LOOKUP
-from tests.swarm.longrope_models import BORDER, FIELDS, given, padded
+from tests.swarm.longrope_models import BORDER, FIELDS, SIZES, given, padded
+from tests.swarm.memory_pool import started
 from tests.tiny_models import load_whole, save_tiny
 
 Model = DistributedModelForCausalLM
@@ -25,9 +25,6 @@ once_of_each_kind = pytest.mark.parametrize("served", ["phi3", "llama"], indirec
 
 @dataclass(frozen=True)
 class Served:
-    swarm: MemorySwarm
-    folder: Path
-    servers: tuple[MemoryServer, ...]
     model: Model
     whole: Any
 
@@ -41,13 +38,11 @@ class Served:
 @pytest.fixture(scope="module", params=FIELDS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     name = request.param
-    folder = save_tiny(name, tmp_path_factory.mktemp(name), max_position_embeddings=2048, **FIELDS[name])
+    folder = save_tiny(name, tmp_path_factory.mktemp(name), **SIZES, **FIELDS[name])
     with memory_swarm() as swarm:
-        servers = tuple(swarm.start(folder, blocks) for blocks in ("0:3", "3:6"))
-        for server in servers:
-            server.ready  # noqa: B018  (waits)
+        started(swarm, folder, "0:1", "1:3")
         with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
-            yield Served(swarm, folder, servers, model, load_whole(folder))
+            yield Served(model, load_whole(folder))
 
 
 @pytest.mark.parametrize(("length", "new"), [(12, 36), (BORDER - 1, 4), (BORDER, 4), (BORDER + 1, 4), (700, 6)])

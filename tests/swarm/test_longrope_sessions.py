@@ -24,7 +24,7 @@ from petalnode.node.verification.recomputation import Recomputation, SessionQues
 from tests.greedy import prompt
 from tests.inspection import client_of, session_of
 from tests.swarm.deep_drafts import DEEP
-from tests.swarm.longrope_models import BORDER, FIELDS, given, padded
+from tests.swarm.longrope_models import BORDER, FIELDS, SIZES, given, padded
 from tests.swarm.memory_pool import opened, serving, started
 from tests.swarm.older_servers import Older
 from tests.tiny_models import load_whole, save_tiny
@@ -33,7 +33,7 @@ from tests.tiny_models import load_whole, save_tiny
 @pytest.fixture(scope="module", params=["phi3", "llama"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp(request.param) / "longrope"
-    return save_tiny(request.param, made, max_position_embeddings=2048, eos_token_id=None, **FIELDS[request.param])
+    return save_tiny(request.param, made, eos_token_id=None, **SIZES, **FIELDS[request.param])
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def expected(folder: Path, tokens: Sequence[int], new: int) -> list[int]:
 @pytest.mark.parametrize(("length", "before"), [(BORDER - 12, 4), (BORDER - 12, 20), (BORDER + 30, 5), (600, 2)])
 def test_a_server_that_dies_is_replaced(length: int, before: int, swarm: MemorySwarm, folder: Path) -> None:
     """Before the text becomes long, after it has, and where it was long from the start: of two rows, one is shorter."""
-    servers = {server.peer_id: server for server in started(swarm, folder, "0:3", "3:6")}
+    servers = {server.peer_id: server for server in started(swarm, folder, "0:1", "1:3")}
     ids, new = padded(length, length - 9), 30
     made = 0
 
@@ -66,7 +66,7 @@ def test_a_server_that_dies_is_replaced(length: int, before: int, swarm: MemoryS
         nonlocal made
         made += 1
         if made == before:
-            started(swarm, folder, "0:3", "3:6")
+            started(swarm, folder, "0:1", "1:3")
             for peer_id, _ in session.route:
                 servers[peer_id].kill()
         return scores
@@ -82,7 +82,7 @@ def test_a_server_that_dies_is_replaced(length: int, before: int, swarm: MemoryS
 
 @pytest.mark.parametrize("drafts", [False, True])
 async def test_a_conversation_becomes_long_and_short_again(drafts: bool, swarm: MemorySwarm, folder: Path) -> None:
-    await serving(swarm, folder, "0:3", "3:6")
+    await serving(swarm, folder, "0:1", "1:3")
     text = prompt(1, 6, seed=4).repeat(1, 30)[0].tolist()
     async with opened(swarm, folder) as (client, local):
         conversation = Conversation(client, local, max_length=300, stop_tokens=(), drafts=drafts)
@@ -98,7 +98,7 @@ async def test_a_conversation_becomes_long_and_short_again(drafts: bool, swarm: 
 
 
 async def test_kept_blocks_are_shared_among_equal_factors_only(swarm: MemorySwarm, folder: Path) -> None:
-    await serving(swarm, folder, "0:3", "3:6")
+    await serving(swarm, folder, "0:1", "1:3")
     text = prompt(1, 200, seed=6)[0].tolist()
     async with opened(swarm, folder) as (client, local):
         for length, reused in ((100, 0), (BORDER - 2, 0), (BORDER, 32), (180, 96), (BORDER - 1, 32)):
@@ -109,7 +109,7 @@ async def test_kept_blocks_are_shared_among_equal_factors_only(swarm: MemorySwar
 
 
 async def test_another_process_takes_up_what_is_saved(swarm: MemorySwarm, folder: Path) -> None:
-    await serving(swarm, folder, "0:3", "3:6")
+    await serving(swarm, folder, "0:1", "1:3")
     text = prompt(1, 100, seed=7)[0].tolist()
     async with opened(swarm, folder) as (client, local):
         for length in (BORDER - 9, BORDER + 9):
@@ -128,7 +128,7 @@ async def test_another_process_takes_up_what_is_saved(swarm: MemorySwarm, folder
 
 
 def test_chains_that_are_compared(swarm: MemorySwarm, folder: Path) -> None:
-    started(swarm, folder, "0:6", "0:6")
+    started(swarm, folder, "0:3", "0:3")
     ids = prompt(1, BORDER - 10)
     with swarm.open_model(AutoDistributedModelForCausalLM, folder, compare_chains=2) as model:
         found = model.generate(ids, **given(ids, 25))
@@ -140,7 +140,7 @@ def test_receipts_say_which_factors_step_was_to_take(swarm: MemorySwarm, folder:
 
     Sixteen rows travel in chunks of 32 tokens: the first one ends before the text is long.
     """
-    started(swarm, folder, "0:3", "3:6")
+    started(swarm, folder, "0:1", "1:3")
     ids = prompt(16, BORDER + 10)
     with (
         swarm.open_model(AutoDistributedModelForCausalLM, folder) as model,
@@ -164,7 +164,7 @@ def test_receipts_say_which_factors_step_was_to_take(swarm: MemorySwarm, folder:
 
 def test_older_server_is_not_used_for_long_texts(swarm: MemorySwarm, folder: Path) -> None:
     """It would ignore what a step says. It is refused in words, and nobody takes it for a cheat."""
-    started(swarm, folder, "0:6", prepare=Older(long_factors=None).prepare)
+    started(swarm, folder, "0:3", prepare=Older(long_factors=None).prepare)
     ids = prompt(1, 20)
     with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
         found = model.generate(ids, **given(ids, BORDER - 20))
@@ -176,7 +176,7 @@ def test_older_server_is_not_used_for_long_texts(swarm: MemorySwarm, folder: Pat
 
 
 def test_forward_rows_with_different_factors_are_refused(swarm: MemorySwarm, folder: Path) -> None:
-    started(swarm, folder, "0:6")
+    started(swarm, folder, "0:3")
     ids = padded(BORDER + 5, 20)
     mask = given(ids, 1)["attention_mask"]
     with (

@@ -4,50 +4,44 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.api.inference_session import InferenceSession
+from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.ids import PUSH
 from tests.inspection import call, client_of, session_of
 from tests.swarm.conftest import SharedSwarm
-from tests.swarm.processes import LOOPBACK, Node, Nodes, Running
+from tests.swarm.fleet import Model, heard_of
+from tests.swarm.memory_pool import started
+from tests.swarm.processes import Nodes
 from tests.tiny_models import load_whole
 
 NEW_TOKENS = 20
-
-# A server whose neighbours' pushes go wrong: in this process only, before the real program runs.
-_DEAF = """
-import sys
-from petalnode.node.server.requests.service import RequestService
-
-async def swallow(self, stream):
-    while True:
-        await stream.receive(timeout=None)
-
-async def refuse(self, stream):
-    await stream.reset()
-
-RequestService.handle_push = {"swallow": swallow, "refuse": refuse}[sys.argv.pop(1)]
-from petalnode.node.cli.app import main
-main()
-"""
+OPTIONS: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
 
 
-def generated(model: DistributedModelForCausalLM, session: InferenceSession, folder: Path) -> Any:
+@cache
+def answered(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """A prompt, and what plain transformers says to it."""
+    prompt = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(3))
+    return prompt, load_whole(folder).generate(prompt, **OPTIONS)
+
+
+def generated(model: Model, session: InferenceSession, folder: Path) -> Any:
     """Generates in `session` and checks the tokens against plain transformers; the session's inside."""
-    torch.manual_seed(3)
-    prompt = torch.randint(3, 100, (2, 9))
-    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
-    output = model.generate(prompt, session=session, **options)
-    assert torch.equal(output, load_whole(folder).generate(prompt, **options))
+    prompt, expected = answered(folder)
+    assert torch.equal(model.generate(prompt, session=session, **OPTIONS), expected)
     return session_of(session)
 
 
-def open_model(folder: Path, peer: str) -> DistributedModelForCausalLM:
+def open_model(folder: Path, peer: str) -> Model:
     return AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=[peer])
 
 
@@ -67,55 +61,53 @@ def test_a_step_goes_from_server_to_server(shared_swarm: SharedSwarm) -> None:
             assert received == first_received  # while the client has a copy of every junction
 
 
-@pytest.fixture(scope="module", params=["swallow", "refuse"])
-def deaf_swarm(request: pytest.FixtureRequest, node_starter: Nodes, models: Path) -> Iterator[tuple[Node, Running]]:
-    first = node_starter.server(models / "tiny-llama", "0:3")
-    first.ready  # noqa: B018
-    deaf = node_starter.script(
-        _DEAF,
-        *(request.param, "serve", str(models / "tiny-llama"), "--blocks", "3:6", "--peer", first.address),
-        *("--listen", LOOPBACK, "--identity", str(node_starter.home / f"{request.param}.key"), "--json"),
-    )
-    deaf.event("ready")
-    yield first, deaf
-    deaf.signal(signal.SIGTERM)
-    deaf.wait()
-    first.stop()
+async def swallow(stream: Any) -> None:
+    while True:
+        await stream.receive(timeout=None)
 
 
-def test_client_relays_where_push_does_not_arrive(deaf_swarm: tuple[Node, Running], models: Path) -> None:
-    folder = models / "tiny-llama"
-    with open_model(folder, deaf_swarm[0].address) as model, model.inference_session(64) as session:
+async def refuse(stream: Any) -> None:
+    await stream.reset()
+
+
+@pytest.fixture(scope="module", params=[swallow, refuse], ids=["swallow", "refuse"])
+def deaf(request: pytest.FixtureRequest, blocks_as_served: None, folder: Path) -> Iterator[tuple[MemorySwarm, Model]]:
+    """Two servers, of which the second has its neighbours' pushes go wrong; a client."""
+    with memory_swarm() as swarm:
+        _, second = started(swarm, folder, "0:3", "3:6")
+        swarm.change(lambda network: second.node.set_handler(PUSH, wire.PushFrame, request.param))
+        with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
+            yield swarm, model
+
+
+def test_client_relays_where_push_does_not_arrive(deaf: tuple[MemorySwarm, Model], folder: Path) -> None:
+    _, model = deaf
+    with model.inference_session(64) as session:
         inside = generated(model, session, folder)
         assert inside.pushed_steps == 0
         assert session.recoveries == 0  # not a step was lost, and nobody was blamed for it
 
 
-def test_receiver_of_lost_push_keeps_its_place(
-    deaf_swarm: tuple[Node, Running], node_starter: Nodes, models: Path
-) -> None:
-    first, _ = deaf_swarm
-    other = node_starter.server(models / "tiny-llama", "3:6", peer=first.address)
-    other.ready  # noqa: B018
-    with open_model(models / "tiny-llama", first.address) as model:
+def test_receiver_of_lost_push_keeps_its_place(deaf: tuple[MemorySwarm, Model], folder: Path) -> None:
+    swarm, model = deaf
+    other = swarm.start(folder, "3:6")
+    heard_of(model, [other])
 
-        async def prefer_the_deaf_one() -> None:
-            client_of(model).suspect(other.peer_id)
+    async def prefer_the_deaf_one() -> None:
+        client_of(model).suspect(other.peer_id)
 
-        stayed = False
-        while not stayed:  # on a busy machine its answer to the step that is sent again may be late as well
-            call(model, prefer_the_deaf_one)
-            with model.inference_session(64) as session:
-                inside = generated(model, session, models / "tiny-llama")
-                asked = [peer for peer, _ in session.route]
-                stayed = inside.pushed_steps == 0 and session.recoveries == 0 and other.peer_id not in asked
-    other.stop()
+    stayed = False
+    while not stayed:  # on a busy machine its answer to the step that is sent again may be late as well
+        call(model, prefer_the_deaf_one)
+        with model.inference_session(64) as session:
+            inside = generated(model, session, folder)
+            asked = [peer for peer, _ in session.route]
+            stayed = inside.pushed_steps == 0 and session.recoveries == 0 and other.peer_id not in asked
 
 
 def test_stopping_server_is_left_in_order(node_starter: Nodes, models: Path) -> None:
     folder = models / "tiny-llama"
     leaving = node_starter.server(folder, "0:6")
-    leaving.ready  # noqa: B018
     staying = [node_starter.server(folder, blocks, peer=leaving.address) for blocks in ("0:4", "3:6")]
     peers = [node.peer_id for node in staying]
     with open_model(folder, staying[0].address) as model, model.inference_session(120) as session:
@@ -124,8 +116,8 @@ def test_stopping_server_is_left_in_order(node_starter: Nodes, models: Path) -> 
             client_of(model).suspect(peers[0])
 
         call(model, prefer_the_one_that_will_leave)
-        prompt = torch.randint(3, 100, (1, 9), generator=torch.Generator().manual_seed(3))
-        first = model.generate(prompt, session=session, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+        prompt, _ = answered(folder)
+        first = model.generate(prompt[:1], session=session, max_new_tokens=5, min_new_tokens=5, do_sample=False)
         assert [peer for peer, _ in session.route] == [leaving.peer_id]
         leaving.signal(signal.SIGTERM)
         leaving.event("stopping")
