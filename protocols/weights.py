@@ -116,13 +116,15 @@ class Tree:
         Raises:
             BadTree: it is malformed, or out of range.
         """
+        if len(message.tensors) > WEIGHTS_LIMITS.max_tensors:  # before they are looked at: an empty one is two bytes
+            raise BadTree("more tensors than any part has")
         entries = tuple(
             TreeEntry(tensor.name, tensor.dtype, tuple(tensor.shape), tensor.nbytes) for tensor in message.tensors
         )
         tree = cls(message.form, entries, message.pieces)
         if _FORM.fullmatch(tree.form) is None:
             raise BadTree("an unknown form of weights")
-        if len(entries) > WEIGHTS_LIMITS.max_tensors or not all(map(_sound, entries)):
+        if not all(map(_sound, entries)):
             raise BadTree("tensors that are out of range")
         names = [entry.name for entry in entries]
         if names != sorted(set(names)):
@@ -196,9 +198,9 @@ class Offer:
             BadTree: it is out of range.
         """
         count = part_numbers(num_blocks)
-        names = (message.blocks, message.base, *message.bare)
         if len(message.parts) > (count + 7) // 8 or len(message.bare) > WEIGHTS_LIMITS.max_bare:
             raise BadTree("an offer of more than the model has")
+        names = (message.blocks, message.base, *message.bare)
         if not all(len(name) <= WEIGHTS_LIMITS.max_name and (name == "" or name.isprintable()) for name in names):
             raise BadTree("an offer with names that are none")
         if len(message.texts) not in (0, _SHA_BYTES):

@@ -155,12 +155,12 @@ class Host:
         """The ways of the live connections to a peer, the one that new streams take first."""
         return [path_of(conn) for conn in self._network.live(_id(peer_id))]
 
-    def origin_of(self, peer_id: str) -> str:
+    def origin_of(self, peer_id: str, *, is_relay: bool = False) -> str:
         """The address, as `origin_of_ip` counts them, at which a connected peer is, or the relay through which it came.
-        The peer id itself where that is not known."""
+        The peer id itself where that is not known. A relay is where it is directly: two may come through each other."""
         for path in self.paths(peer_id):
-            if not path.direct and path.relay is not None and path.relay != peer_id:
-                return self.origin_of(path.relay)
+            if not path.direct and path.relay is not None and not is_relay:
+                return self.origin_of(path.relay, is_relay=True)
             ip = ip_of(Multiaddr(path.remote_addr)) if path.direct and path.remote_addr is not None else None
             if ip is not None:
                 return origin_of_ip(str(ip))

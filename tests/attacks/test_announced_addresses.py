@@ -7,6 +7,7 @@ import errno
 from collections.abc import Iterator
 from functools import partial
 from ipaddress import ip_address, ip_network
+from itertools import cycle
 
 import pytest
 import trio
@@ -174,6 +175,15 @@ def test_announcers_and_targets_have_a_rate_of_dials() -> None:
     assert sum(budget.take(f"key {number}", "victim", 0.0) for number in range(1000)) == 48
     assert sum(budget.take(f"key {number}", host, 0.0) for number, host in enumerate(hosts)) < 600
     assert budget.take("announcer", "victim", 61.0)
+
+
+def test_ipv4_victim_written_as_ipv6_is_one_victim() -> None:
+    budget = DialBudget()
+    forms = cycle(["11.0.0.1", "::ffff:11.0.0.1"])
+    assert sum(budget.take(f"key {number}", next(forms), 0.0) for number in range(1000)) == 48
+    assert budget.take("honest", "2a00:77::1", 0.0)
+    budget.give_back("key 0", "::ffff:11.0.0.1")
+    assert budget.take("key 0", "11.0.0.1", 0.0)
 
 
 def test_keys_of_one_source_leave_dials_for_others() -> None:

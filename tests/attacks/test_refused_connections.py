@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+from typing import Any
 
 import pytest
 import trio
 import trio.lowlevel
 
+from petalnode.crypto.identity import Identity
+from petalnode.node.network.transport.bandwidth import Bandwidth
+from petalnode.node.network.transport.connections import Network
 from petalnode.node.network.transport.limits import LIMITS, WORK, NodeLimits
 from petalnode.node.network.transport.raw_connection import Listener
 from tests.attacks.hosts import LOOPBACK, host
+from tests.memory_muxer import MemoryRaw
 from tests.node_inspection import limits_of
 from tests.patience import eventually
 
@@ -126,3 +132,49 @@ async def test_loud_address_alone_is_refused_at_the_socket() -> None:
         assert loud.users <= LIMITS.handshakes_of_loud
         for stream in held:
             await trio.aclose_forcefully(stream)
+
+
+class Faulty(Dialed):
+    """A listening socket whose first connection is `first`, or fails so; the next one is sound."""
+
+    def __init__(self, made: socket.socket, first: OSError | None) -> None:
+        super().__init__(made, 1)
+        self._first = [first]
+
+    def accept(self) -> Any:
+        if self._first:
+            if (fault := self._first.pop()) is not None:
+                raise fault
+            return self._made.dup(), None
+        return self._made.dup(), (HONEST, 1)
+
+
+@pytest.mark.parametrize(
+    "first", [OSError(errno.ENETDOWN, "down"), OSError(errno.EPERM, "filtered"), OSError(errno.ECONNABORTED, "gone")]
+)
+async def test_connection_that_fails_does_not_end_the_host(first: OSError) -> None:
+    with socket.socket() as made:
+        listener = Listener(made, NodeLimits())
+        listener._listening = Faulty(made, first)  # type: ignore[assignment]
+        await (await listener.accept()).aclose()
+        listener._listening = Faulty(made, OSError(errno.EMFILE, "too many files"))  # type: ignore[assignment]
+        with pytest.raises(OSError, match="too many"):  # which trio waits out
+            await listener.accept()
+
+
+async def test_connection_without_an_address_is_accepted() -> None:
+    """macOS gives none of a peer that has gone meanwhile, as a port scanner does."""
+    with socket.socket() as made:
+        listener = Listener(made, NodeLimits())
+        listener._listening = Faulty(made, None)  # type: ignore[assignment]
+        await (await listener.accept()).aclose()
+
+
+@pytest.mark.virtual_time
+async def test_who_never_had_its_turn_is_closed() -> None:
+    """The listener of WebRTC closes nothing itself: its places would be held for ever."""
+    network = Network(Identity.generate(), None, Bandwidth(), on_loopback=True)
+    network.limits.work.spend(1e9)
+    raw: Any = MemoryRaw(origin=ATTACKER)
+    await network._handle_inbound_connection(raw, LOOPBACK[0])
+    assert raw.closed and network.limits.handshakes.total == network.limits.inbound.total == 0

@@ -6,8 +6,10 @@ import dataclasses
 from collections import Counter
 from ipaddress import ip_address
 
+from petalnode.node.network.host import Host
 from petalnode.node.network.nat.dial_back import Budget
 from petalnode.node.network.nat.relay import RelayLimits, RelayLoad, admit_circuit, admit_reservation
+from petalnode.node.network.transport.raw_connection import Path
 from petalnode.protocols import standard_pb2 as pb
 
 ADDRESSES = range(5)
@@ -64,3 +66,18 @@ def test_one_networks_line_has_one_addresss_dial_backs() -> None:
             budget.give_back(own)
     assert taken == 6
     assert budget.take(ip_address("2001:db8:1:3::1"), now=0.0)
+
+
+class EachThroughTheOther(Host):
+    """Of two relays, of whom each has come through the other one, and has just closed its direct connection."""
+
+    def __init__(self) -> None:
+        pass
+
+    def paths(self, peer_id: str) -> list[Path]:
+        other = {"one": "two", "two": "one"}[peer_id]
+        return [Path(direct=False, relay=other, remote_addr=None, inbound=True)]
+
+
+def test_relays_through_each_other_are_nowhere() -> None:
+    assert EachThroughTheOther().origin_of("one") == "two"

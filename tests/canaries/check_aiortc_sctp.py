@@ -8,14 +8,20 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiortc import RTCDataChannel, RTCDataChannelParameters, rtcsctptransport
+from libp2p.transport.webrtc.pb.webrtc_pb2 import Message
+from libp2p.transport.webrtc.stream import _frame
 from OpenSSL import SSL
 
+from petalnode.node.network.transport.bandwidth import Bandwidth
+from petalnode.node.network.transport.limits import NodeLimits
 from petalnode.node.network.transport.webrtc import association
 from petalnode.node.network.transport.webrtc.association import Association
+from petalnode.node.network.transport.webrtc.connection import WebRtcConnection
 from petalnode.node.network.transport.webrtc.listener import certificate_of
 
 CHANGED = "aiortc has changed: node/network/transport/webrtc/association.py drives it, and has to follow"
@@ -123,3 +129,30 @@ async def test_two_ends_talk_without_asyncio() -> None:
     server.association.close(2)
     talk(client, server)
     assert server.closed == client.closed == [2], CHANGED
+
+
+@pytest.mark.virtual_time
+async def test_end_said_again_is_not_answered_again() -> None:
+    """Answers lie here until the peer has acknowledged those before: it could make the node hold any number."""
+    listening, dialing = secured(b"l" * 32), secured(b"d" * 32)
+    listening.set_accept_state()
+    dialing.set_connect_state()
+    client = Side(dialing, "client")
+    socket: Any = SimpleNamespace(limits=NodeLimits(), bandwidth=Bandwidth(), answer=lambda *_: False)
+    socket.send = lambda data, _: client.association.take(data)
+    server = WebRtcConnection(listening, ("203.0.113.7", 1), socket)
+
+    def talk_on() -> None:
+        while client.sent:
+            datagrams, client.sent = client.sent, []
+            for data in datagrams:
+                server._association.take(data)
+
+    talk_on()
+    RTCDataChannel(client.association._sctp, RTCDataChannelParameters(id=2))
+    client.association._drive()
+    talk_on()
+    for _ in range(20):
+        assert client.association.send(2, _frame(Message(flag=Message.FIN)))
+        talk_on()
+    assert server._association.lost is None and client.heard == [_frame(Message(flag=Message.FIN_ACK))]

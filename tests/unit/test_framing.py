@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.framing import MessageStream, ProtocolError, StreamClosed, StreamTimeout
+from petalnode.protocols.framing import MAX_TENSORS, MessageStream, ProtocolError, StreamClosed, StreamTimeout
 from petalnode.protocols.ids import StreamProtocol
 from tests.unit.memory_ends import PEER, ends
 
@@ -234,3 +235,28 @@ async def test_messages_of_several_senders_are_not_mixed():
             assert payloads == [bytes([frame.step.sequence]) * 150_000]
             seen.add(frame.step.sequence)
     assert seen == set(range(8))
+
+
+class Unread(list[object]):
+    """Nobody looks through all of it."""
+
+    def __iter__(self) -> Iterator[object]:
+        raise AssertionError("each of them takes a while")
+
+
+class Crowded:
+    """A header in which are more tensors than a message may have."""
+
+    def __init__(self) -> None:
+        self.tensors = Unread([wire.Tensor()] * (MAX_TENSORS + 1))
+
+    def ParseFromString(self, data: bytes) -> None:
+        pass
+
+
+async def test_too_many_tensors_are_not_looked_through():
+    sent, got = ends()
+    receiver = MessageStream(got, StreamProtocol("/petalnode/test/1", Crowded), PEER)
+    await sent.write(b"\0")
+    with pytest.raises(ProtocolError, match=f"{MAX_TENSORS + 1} tensors"):
+        await receiver.receive(timeout=1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamReset
 
 from petalnode.node.network.transport import limits
@@ -28,6 +29,10 @@ from petalnode.node.network.transport.muxed_stream import (
     WINDOW_UPDATE,
 )
 from petalnode.node.network.transport.stream_bytes import Connection, StreamBytes
+from petalnode.node.network.transport.yamux import Muxer
+from petalnode.protocols.directory import DIRECTORY
+from petalnode.protocols.framing import MessageStream, StreamClosed
+from petalnode.protocols.wire_pb2 import DirectoryFrame, Ping
 from tests.memory_muxer import MemoryRaw, accepted, muxer, read, settled
 
 pytestmark = pytest.mark.virtual_time
@@ -394,3 +399,57 @@ async def test_small_pieces_are_kept_together() -> None:
             sizes.append(len(await stream.read()))
         assert sum(sizes) == 5 + 20 * 4095 + 4096 + 4
         assert sizes == [5 + 17 * 4095, 3 * 4095, 4100]
+
+
+def swarm_conn(ours: Muxer) -> SwarmConn:
+    """libp2p's connection above ours, with nobody who is told of streams."""
+
+    async def notify(_: object) -> None:
+        pass
+
+    swarm: Any = SimpleNamespace(notify_opened_stream=notify, notify_closed_stream=notify)
+    return SwarmConn(ours, swarm)
+
+
+async def test_cancelled_opening_leaves_no_stream() -> None:
+    async with muxer(MemoryRaw(room=0), initiator=True) as (ours, _):
+        conn = swarm_conn(ours)
+        held = await Connection(conn).open_stream("/held")
+        while ours.has_room:  # for the socket takes nothing
+            ours.put(PING, SYN, 0, 0)
+        with trio.move_on_after(1) as scope:
+            await Connection(conn).open_stream("/given up")
+        assert scope.cancelled_caught
+        assert ours.open_streams == 1 and conn.get_streams() == (held._stream,)
+
+
+async def test_closing_lost_stream_leaves_nothing_of_it() -> None:
+    async with muxer(initiator=True) as (ours, other):
+        conn = swarm_conn(ours)
+        stream = MessageStream(await Connection(conn).open_stream(DIRECTORY.id), DIRECTORY, "peer")
+        other.send(1, bytes(1000))
+        other.say(WINDOW_UPDATE, RST, 1)
+        await settled()
+        with pytest.raises(StreamClosed):
+            await stream.send(DirectoryFrame(ping=Ping(payload=b"1")), timeout=1)
+        assert ours.held() == 1000
+        await stream.close()
+        assert ours.held() == 0 and not conn.get_streams()
+
+
+async def test_reader_whose_wait_is_too_many_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All others have unread bytes at this moment: none of them waits for its peer."""
+    monkeypatch.setattr(limits, "LIMITS", replace(limits.LIMITS, negotiating=2))
+    async with muxer(MemoryRaw(origin="203.0.113.7")) as (ours, other):
+        streams = []
+        for number in (1, 3, 5):
+            other.open(number)
+            streams.append(await ours.accept_stream())
+        for stream in streams[:2]:
+            with trio.move_on_after(1):
+                await stream.read()
+        for number in (1, 3):
+            other.send(number, b"x")
+        await settled()
+        with pytest.raises(MuxedStreamReset, match="protocol to be named"):
+            await streams[2].read()

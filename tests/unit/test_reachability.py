@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from ipaddress import ip_address, ip_network
-from itertools import pairwise
+from itertools import count, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,7 @@ import trio
 
 from petalnode.node.network.addresses import Endpoint
 from petalnode.node.network.nat import autonat
+from petalnode.node.network.nat.manager import NatManager
 from petalnode.node.network.nat.reachability import (
     IpVerdict,
     LocalEndpoints,
@@ -179,3 +180,41 @@ async def test_who_only_sees_us_proves_nat(monkeypatch: pytest.MonkeyPatch) -> N
             verdict = observed.verdict(4)
             nursery.cancel_scope.cancel()
     assert verdict.status is NatStatus.CLOSED and verdict.translated
+
+
+async def test_peers_asked_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New keys are free: who comes and goes under more and more of them leaves nothing behind."""
+
+    async def identified(*_: object, timeout: float) -> Identified:
+        raise ConnectionError("gone")
+
+    with observing(monkeypatch, identified, AUTONAT) as observed:
+        observed._node.observers = lambda: [str(next(keys))]
+        keys = count()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(observed.run)
+            await trio.sleep(1000)
+            nursery.cancel_scope.cancel()
+    assert next(keys) > 500 and len(observed._asked) < 50
+
+
+async def test_move_spares_connections_of_loopback() -> None:
+    """Loopback is no interface that goes away, and is none of the addresses that others may dial."""
+    closed, doubted = [], []
+
+    def connection(local: str | None) -> Any:
+        async def close() -> None:
+            closed.append(local)
+
+        return SimpleNamespace(local_host=local, close=close, suspect=lambda: doubted.append(local))
+
+    here = ["127.0.0.1", "::1", "::ffff:127.0.0.1", "fe80::1%eth0", str(OWN.ip), None]
+    gone = ["10.9.9.9", "::ffff:10.9.9.9"]
+    host = SimpleNamespace(connected=lambda: [RELAY], connections=lambda *_, **__: map(connection, [*here, *gone]))
+    reservations = SimpleNamespace(check=lambda: None)
+    async with trio.open_nursery() as nursery:
+        node: Any = SimpleNamespace(
+            _observed=SimpleNamespace(local=HERE), _host=host, _nursery=nursery, _reservations=reservations
+        )
+        await NatManager._drop_stranded(node)
+    assert doubted == here and sorted(closed) == gone

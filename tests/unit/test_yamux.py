@@ -29,7 +29,8 @@ from petalnode.node.network.transport.muxed_stream import (
 )
 from petalnode.node.network.transport.raw_connection import Path
 from petalnode.node.network.transport.tcp_window import seconds_kept
-from tests.memory_muxer import MemoryRaw, accepted, muxer, read, settled
+from petalnode.node.network.transport.yamux import Muxer
+from tests.memory_muxer import MemoryRaw, Owner, accepted, muxer, noise_session, read, settled
 
 pytestmark = pytest.mark.virtual_time
 
@@ -375,3 +376,28 @@ async def test_our_own_failure_ends_the_connection(caplog: pytest.LogCaptureFixt
         await settled()
         assert ours.lost == "internal error"
     assert "ZeroDivisionError" in caplog.text
+
+
+async def test_connection_closed_before_it_runs_is_not_counted() -> None:
+    session, other = noise_session(MemoryRaw())
+    owner = Owner()
+    ours = Muxer(session, session.remote_peer, owner)
+    await ours.close()
+    await ours.start()
+    assert owner.limits.connections == ours.address.users == 0 and other.raw.closed
+
+
+@pytest.mark.parametrize("diverting", [False, True], ids=["of a socket", "of a circuit"])
+async def test_messages_without_frames_are_work(diverting: bool) -> None:
+    """Each takes as long as a small frame; a peer could hold the loop with nothing else."""
+    async with muxer(MemoryRaw(diverting=diverting)) as (ours, other):
+        await settled()
+        before = ours.address.recent.amount()
+        sealed = [other._cipher.encrypt(b"") for _ in range(1000)]
+        said = b"".join(len(message).to_bytes(2, "big") + message for message in sealed)
+        if diverting:
+            assert other.raw.sink is not None and other.raw.sink.take(said)
+        else:
+            other.raw.say.send_nowait(said)
+        await settled()
+        assert ours.address.recent.amount() - before > 500 and ours.lost is None

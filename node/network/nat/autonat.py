@@ -172,6 +172,7 @@ class ObservedAddresses:
                 if now - looked >= NAT.look_around:
                     looked = now
                     await self._look_around()
+                self._asked = {peer: when for peer, when in self._asked.items() if now - when < NAT.retry}
                 for peer_id in whom_to_ask(self._observers(), self._observations, self._asked, self.local, now):
                     self._asked[peer_id] = now
                     nursery.start_soon(self._ask, peer_id)

@@ -225,7 +225,8 @@ class NatManager:
         own = self._observed.local.own_ips
         for peer_id in self._host.connected():
             for connection in self._host.connections(peer_id, direct=True):
-                if connection.local_host is not None and plain_ip(connection.local_host) not in own:
+                local = plain_ip(connection.local_host) if connection.local_host is not None else None
+                if local is not None and local not in own and not (local.is_loopback or local.is_link_local):
                     self._nursery.start_soon(connection.close)
                 else:
                     connection.suspect()

@@ -256,6 +256,7 @@ class Network(Libp2pSwarm):
                 return cast(Muxer, secured.muxed_conn)
         except Exception as error:  # whatever a stranger's handshake may raise
             log.debug("refused a connection from %s: %s", raw.path.remote_addr, reason_of(error))
+            await raw.close()  # which nobody has done if its turn did not come
         finally:
             address.users -= 1
             self.limits.handshakes.remove(host)

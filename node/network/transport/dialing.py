@@ -16,7 +16,7 @@ from typing import Final
 from multiaddr import Multiaddr
 
 from ..addresses import IPAddress, circuit_of, ip_of, is_circuit, is_public
-from ..shares import ShareCount, backoff, decayed
+from ..shares import ShareCount, backoff, decayed, origin_of_ip
 
 Networks = Sequence[IPv4Network | IPv6Network]
 
@@ -135,7 +135,7 @@ class DialBudget:
 
     def _name_of(self, peer: str, host: str) -> str:
         # Of this machine there is only one, and many nodes on it.
-        return f"{host} for {peer}" if _is_loopback(host) else f"host {host}"
+        return f"{host} for {peer}" if _is_loopback(host) else f"host {origin_of_ip(host, 128)}"
 
 
 def _is_loopback(host: str) -> bool:

@@ -113,12 +113,12 @@ class MuxedStream(IMuxedStream):
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         while not self._chunks:
+            if self.opened_by_peer and not self.named and not self.read_closed:
+                self.muxed_conn.address.negotiate(self)  # which may end it
             if self.lost is not None:
                 raise MuxedStreamReset(self.lost)
             if self.read_closed:
                 raise MuxedStreamEOF("the peer closed the stream")
-            if self.opened_by_peer and not self.named:
-                self.muxed_conn.address.negotiate(self)
             await self._readers.park()
         chunk = self._chunks[0]
         if n is None or not 0 <= n < len(chunk):

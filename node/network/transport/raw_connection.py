@@ -14,6 +14,7 @@ same words of multistream-select. The secrecy of what follows is Noise's; the ke
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from abc import abstractmethod
@@ -41,6 +42,8 @@ READ_SIZE: Final = 256 * 1024
 _NOT_SENT: Final = 256 * 1024  # bytes that the kernel may hold back unsent
 _SPREADING: Final = b"bbr"  # the start of the names of all its versions
 _AT_ONCE: Final = (b"cubic", b"reno")  # systems may keep the first from ordinary users, but not the second
+# Of accepting, this machine's: any other is one connection's, and not worth the host's end.
+_OWN_FAULTS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EBADF, errno.EINVAL)
 
 _FIRST_WORDS: Final = encode_delim(MULTISELECT_PROTOCOL_ID.encode())
 _NONCE: Final = 24  # bytes
@@ -246,13 +249,16 @@ class Listener(trio.abc.Listener[trio.SocketStream]):
         await trio.lowlevel.checkpoint()
         while True:
             try:
-                accepted, (host, *_) = self._listening.accept()
+                accepted, address = self._listening.accept()
             except BlockingIOError:
                 await trio.lowlevel.wait_readable(self.socket)
                 continue
-            except ConnectionAbortedError:  # it is gone already
-                continue
-            if self._limits.admit(origin_of_ip(host)):
+            except OSError as error:
+                if error.errno in _OWN_FAULTS:
+                    raise
+                await trio.lowlevel.checkpoint()
+                continue  # that connection has ended already, or its network has
+            if self._limits.admit(origin_of_ip(address[0] if address else "")):  # macOS: none of who is gone already
                 return trio.SocketStream(trio.socket.from_stdlib_socket(accepted))
             accepted.close()
             if not self._refused.take():

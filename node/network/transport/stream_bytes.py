@@ -68,10 +68,15 @@ class Connection:
         """
         try:
             muxed = await self._muxer.open_stream(window)
-            stream = await self._conn._add_stream(muxed)
-            stream.set_protocol(TProtocol(protocol))
-            muxed.agree(protocol)
-            await muxed.write(question(protocol))
+            try:
+                stream = await self._conn._add_stream(muxed)
+                stream.set_protocol(TProtocol(protocol))
+                muxed.agree(protocol)
+                await muxed.write(question(protocol))
+            except BaseException:  # nobody else knows of it
+                await muxed.reset()
+                self._conn.streams -= {held for held in self._conn.streams if held.muxed_stream is muxed}
+                raise
         except Exception as error:  # libp2p raises many kinds
             raise ConnectionError(str(error) or type(error).__name__) from error
         return StreamBytes(stream, protocol)

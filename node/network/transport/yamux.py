@@ -190,7 +190,8 @@ class Muxer(IMuxedConn):
 
     async def start(self) -> None:
         """Serves the connection until it ends. libp2p runs this as a task of the host."""
-        self.limits.connected(self._use, self.address, self)
+        if self.lost is None:  # else nobody would count it as ended
+            self.limits.connected(self._use, self.address, self)
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -262,6 +263,7 @@ class Muxer(IMuxedConn):
         """Handles the frames in what came. Keeps the beginning of one that is cut off, and what is too much for one
         turn."""
         self._heard = trio.current_time()
+        self._work += len(data) < HEADER.size  # a message takes its time, also if no frame is in it
         if self._answer:
             data = self._without_answer(data)
         data, self._rest = self._rest + data, b""

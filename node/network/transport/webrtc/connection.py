@@ -244,7 +244,7 @@ class WebRtcConnection:
                 return
             flow.is_unwanted |= message.flag == Message.STOP_SENDING
             flow.is_finished |= message.flag == Message.FIN_ACK
-            if message.flag == Message.FIN:
+            if message.flag == Message.FIN and not flow.has_ended:
                 flow.has_ended = True
                 self._say(flow.channel, Message(flag=Message.FIN_ACK))
         self._hand_on(flow, message.message)
