@@ -135,8 +135,10 @@ class SpanCache:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing that is held for a token changes with those behind it."""
-        return not any(spec.entries for spec in self.specs)
+        """Whether nothing that is held for a token changes with those behind it, or goes by where it stands: `read`
+        leaves that out."""
+        placed = self.positions is not None
+        return not any(spec.entries or (placed and spec.index_dim) for spec in self.specs)
 
     @property
     def lacks_states(self) -> bool:

@@ -344,7 +344,11 @@ class StepRunner:
         shared = step.session.shared
         if shared is not None:
             shared.names.append(step.digests)
-            self.prefixes.offer(shared, step.session.cache)
+            try:
+                self.prefixes.offer(shared, step.session.cache)
+            except Exception:  # memory is full, say: the session goes on, and leaves nothing more
+                log.exception("a session's blocks were not kept for later ones")
+                step.session.shared = None
 
 
 def _packed(step: QueuedStep, output: torch.Tensor) -> StepOutput:

@@ -333,3 +333,19 @@ async def test_outputs_leave_in_order_while_more_is_computed() -> None:
         assert left == [0, 1, 2, 4]
         await queue.put(REPLIES.inline, partial(send, 5))
         assert left[-1] == 5  # at once
+
+
+async def test_nobody_waits_for_a_session_that_is_over() -> None:
+    """A step that was pushed ends, whether its output waits for room, comes later, or is to be handed on."""
+    network = Network()
+    async with trio.open_nursery() as pushers:
+        async with trio.open_nursery() as session:
+            queue, pushes = SendQueue(session), Pushes(network, session)  # type: ignore[arg-type]
+            for _ in range(2):
+                pushers.start_soon(queue.put, REPLIES.bytes_in_flight, trio.sleep_forever)
+            await settled()
+            session.cancel_scope.cancel()
+        await queue.put(REPLIES.bytes_in_flight, trio.sleep_forever)
+        await queue.empty()
+        assert not await pushes.send(PEER, wire.Push(), output())
+    assert network.opened == []

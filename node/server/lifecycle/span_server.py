@@ -296,6 +296,7 @@ class SpanServer:
             await self._service.wait_idle()
         if move is None:
             self._context.parts.on_event("stopped", sessions=self._service.sessions)
+        self._requests.end()
 
     def _set_handlers(self) -> None:
         swarm, service = self._context.swarm, self._service

@@ -87,13 +87,14 @@ class Pushes:
         self._known: dict[bytes, _Target] = {}
 
     def prepare(self, peer: bytes) -> None:
-        """Begins to open a stream to `peer`, unless one is open, being opened, or was just refused."""
+        """Begins to open a stream to `peer`, unless one is open, being opened, or was just refused; or all is over."""
         known = self._known.get(peer)
         if known is None:
             if len(self._known) >= PUSHES.most_targets:
                 return
             known = self._known[peer] = _Target()
-        if known.stream is None and not known.opening and trio.current_time() >= known.not_before:
+        over = self._nursery.cancel_scope.cancel_called
+        if known.stream is None and not known.opening and not over and trio.current_time() >= known.not_before:
             known.opening = True
             self._nursery.start_soon(self._keep_open, peer, known)
 

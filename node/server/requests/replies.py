@@ -79,6 +79,8 @@ class SendQueue:
             return
         while self._waiting and sum(size for size, _ in self._waiting) + nbytes > REPLIES.bytes_in_flight:
             await self._sent.wait()
+        if self._nursery.cancel_scope.cancel_called:
+            return  # the session is over, and nobody waits for its outputs
         self._waiting.append((nbytes, send))
         if len(self._waiting) == 1:
             self._nursery.start_soon(self._send_all)
@@ -89,8 +91,13 @@ class SendQueue:
             await self._sent.wait()
 
     async def _send_all(self) -> None:
-        while self._waiting:
-            await self._waiting[0][1]()
-            self._waiting.popleft()
+        try:
+            while self._waiting:
+                await self._waiting[0][1]()
+                self._waiting.popleft()
+                self._sent.set()
+                self._sent = trio.Event()
+        except BaseException:  # whoever waits for room shall not wait for ever
+            self._waiting.clear()
             self._sent.set()
-            self._sent = trio.Event()
+            raise

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -74,6 +76,30 @@ class RequestContext:
     prefix_cache: PrefixCache = "own"
     origins: Origins = ONE_BY_ONE
     changed: ChangeSignal = field(default_factory=ChangeSignal)
+    _ended: bool = False
+    _serving: set[trio.CancelScope] = field(default_factory=set)
+
+    def end(self) -> None:
+        """Ends all that is served, with what is under way: the blocks are left, and nothing is to hold them."""
+        self._ended = True
+        for scope in self._serving:
+            scope.cancel()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """For the length of a stream.
+
+        Raises:
+            Refusal: ERROR_DRAINING, `end` has ended it.
+        """
+        with trio.CancelScope(deadline=-math.inf if self._ended else math.inf) as scope:
+            self._serving.add(scope)
+            try:
+                yield
+            finally:
+                self._serving.discard(scope)
+        if scope.cancelled_caught:
+            raise Refusal(wire.ERROR_DRAINING, "this server has left its blocks")
 
     def refused(self, refusal: Refusal) -> None:
         """Counts what a client was refused, and logs it."""
@@ -144,7 +170,8 @@ async def serve_stream(
     try:
         frame, _ = await stream.receive(timeout=REQUESTS.open, admit=without_tensors(stream.peer_id))
         try:
-            await serve(stream, frame)
+            with context.serving():
+                await serve(stream, frame)
         except Refusal as refusal:
             context.refused(refusal)
             await stream.send(type(frame)(error=refusal.to_wire()), timeout=REQUESTS.send)

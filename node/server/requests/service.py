@@ -114,8 +114,6 @@ class RequestService:
             raise bad_request("a session begins with Open")
         terms = terms_of(frame.open)
         self.context.admit(stream.peer_id, terms, self._sessions)
-        if (stream.peer_id, terms.nonce) in self._by_key:
-            raise bad_request("this nonce names another session")
         with self._adapters.borrowed(terms.adapter, stream.peer_id, terms.span) as adapter:
             self._sessions.add(stream.peer_id)
             try:
@@ -154,6 +152,8 @@ class RequestService:
 
     async def _run(self, session: ServerSession, stream: InferenceStream, opened: wire.Open) -> None:
         key = (stream.peer_id, opened.nonce)
+        if key in self._by_key:
+            raise bad_request("this nonce names another session")
         self._by_key[key] = session
         try:
             await session.run(stream, opened.downstream)
@@ -204,7 +204,8 @@ class RequestService:
             try:
                 frame, payloads = await stream.receive(timeout=timeout, admit=partial(self._admit_push, stream))
                 session = self._pushed_session(frame)
-                await session.take_push(frame.push, frame.tensors[0], payloads[0], stream.peer_id)
+                with self.context.serving():
+                    await session.take_push(frame.push, frame.tensors[0], payloads[0], stream.peer_id)
                 open_window(stream, served=True)
                 timeout = REQUESTS.session_idle
             except Refusal as refusal:
