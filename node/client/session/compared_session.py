@@ -169,10 +169,12 @@ class ComparedSession:
             self._chains.append(ReplicaChain(self._client, self, self._wait, route))
         if self._tolerance(routes) is None:
             raise SwarmError(f"{_UNKNOWN} that compute in {self._weights} on different devices")
-        failures = _failures(await self._all(ClientSession.open))
-        for failure in failures.values():
+        try:
+            for failure in _failures(await self._all(ClientSession.open)).values():
+                raise failure
+        except BaseException:
             await self.close()
-            raise failure
+            raise
 
     async def _plan(self) -> list[tuple[Hop, ...]]:
         fresh = False
