@@ -271,6 +271,7 @@ class Conversation:
             SwarmError: no chain of servers can serve.
         """
         self._check(prompt)
+        await self._see(None)
         tokens = [*self._virtual, *prompt]
         try:
             answered = await (await self._open(tokens[:1])).advance(tokens, len(tokens))
