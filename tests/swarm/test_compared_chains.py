@@ -21,6 +21,7 @@ from petalnode.node.blocks.client_part import ClientModel, load_client
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.core import SwarmClient
 from petalnode.node.client.generation.conversation import Conversation, Sampling
+from petalnode.node.client.session.compared_session import ComparedSession
 from petalnode.node.client.session.session import ClientSession
 from petalnode.node.client.session.stream import SessionSpec
 from petalnode.node.errors import BadInput, NoChainError, SwarmError
@@ -254,3 +255,22 @@ def test_conversation_goes_on_after_all_chains_were_lost(chains: Chains, monkeyp
 
     with compared(chains, [chains.one, chains.two], 2) as model:
         call(model, talk, client_of(model), load_client(chains.folder))
+
+
+def test_dismissed_standby_is_free_for_other_chains(chains: Chains) -> None:
+    async def dismiss(client: SwarmClient) -> None:
+        async with client.session(SessionSpec(b"", Span(0, 6), 1, 32)) as session:
+            assert isinstance(session, ComparedSession)
+            one, other = session._chains
+            chain = one.session._chain
+            (link,) = chain.links
+            chain.prepare_standby(link)
+            while not link.standby_ready:  # noqa: ASYNC110
+                await trio.sleep(0.05)
+            standby = one.session.coming
+            assert standby and standby <= session.forbidden(other)
+            chain.dismiss_standby(link)
+            assert not standby & session.forbidden(other)
+
+    with compared(chains, chains.exact, 2) as model:
+        call(model, dismiss, client_of(model))

@@ -84,9 +84,7 @@ class ReplicaChain:
         self, spec: SessionSpec, route: Sequence[Hop], index: int, excluded: Collection[str] = ()
     ) -> tuple[Hop, ...]:
         async with self._compared.choosing:
-            found = await self._client.standby(spec, route, index, {*excluded, *self._compared.forbidden(self)})
-            self._coming |= {hop.peer_id for hop in found}
-            return found
+            return await self._client.standby(spec, route, index, {*excluded, *self._compared.forbidden(self)})
 
 
 class ComparedSession:
