@@ -195,7 +195,7 @@ async def test_sessions_taken_up_for_nobody_are_closed(
 
 
 @pytest.mark.usefixtures("servers")
-async def test_steps_are_pushed_again_after_one_was_cut_off(pool: MemoryPool, models: Path) -> None:
+async def test_steps_are_pushed_after_a_cut_off_one(pool: MemoryPool, models: Path) -> None:
     """It had numbers at both servers, and neither has seen it: the next one is sent to each, as if nothing was."""
     (chunk,) = to_chunks(hidden(1), "none", 1)
     async with a_client(pool, models, None) as client, client.session(SPEC) as session:
