@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import trio
+import trio.testing
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.span import load_span
+from petalnode.node.client.chunks import to_chunks
 from petalnode.node.client.core import SwarmClient
+from petalnode.node.client.request import StreamLost
+from petalnode.node.client.session.history import Input
 from petalnode.node.client.session.session import ClientSession, SavedSession
-from petalnode.node.client.session.stream import SessionSpec
+from petalnode.node.client.session.stream import SessionSpec, SessionStream
 from petalnode.node.errors import BadInput, SwarmError
 from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols.ids import Span
@@ -153,3 +158,74 @@ async def test_a_session_is_taken_up_where_it_was(
     for visit in (leave, take_up, go_back, lose):
         async with a_client(pool, models, identity) as client:
             await visit(client)
+
+
+async def test_sessions_taken_up_for_nobody_are_closed(
+    pool: MemoryPool, models: Path, servers: tuple[MemoryServer, MemoryServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller leaves while one server has taken the session up and the other one is silent."""
+    identity, spec = Identity.generate(), replace(SPEC, keep=100.0)
+    asked: list[SessionStream] = []
+    both, take_up = trio.Event(), SessionStream.resume
+
+    async def resume(stream: SessionStream, epoch: bytes) -> int:
+        asked.append(stream)
+        if len(asked) == len(servers):
+            both.set()
+            await trio.sleep_forever()
+        return await take_up(stream, epoch)
+
+    async def leave(scope: trio.CancelScope) -> None:
+        await both.wait()
+        await trio.testing.wait_all_tasks_blocked()
+        scope.cancel()
+
+    async with a_client(pool, models, identity) as client, client.session(spec) as session:
+        await step(session, hidden(5))
+        saved = session.saved()
+    monkeypatch.setattr(SessionStream, "resume", resume)
+    async with a_client(pool, models, identity) as client, trio.open_nursery() as nursery:
+        with trio.CancelScope() as scope:
+            nursery.start_soon(leave, scope)
+            async with client.session(spec, saved=saved):
+                pass
+        for stream in asked:
+            with pytest.raises(StreamLost, match="closed on this side"):
+                await stream.exchange(Input(5, (), *to_chunks(hidden(1), "none", 1)), 1)
+
+
+@pytest.mark.usefixtures("servers")
+async def test_steps_are_pushed_after_a_cut_off_one(pool: MemoryPool, models: Path) -> None:
+    """It had numbers at both servers, and neither has seen it: the next one is sent to each, as if nothing was."""
+    (chunk,) = to_chunks(hidden(1), "none", 1)
+    async with a_client(pool, models, None) as client, client.session(SPEC) as session:
+        assert isinstance(session, ClientSession)
+        await step(session, hidden(5))
+        async with session.pipeline() as pipeline:
+            await pipeline.send(chunk)
+            await pipeline.answer()
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await pipeline.ask(chunk, pipeline.position)
+        pushed = session.pushed_steps
+        for _ in range(3):
+            await step(session, hidden(1))
+        assert session.pushed_steps == pushed + 2
+
+
+@pytest.mark.usefixtures("servers")
+async def test_prompt_in_chunks_is_refused_plainly(
+    pool: MemoryPool, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are under way in a nursery, and a server is lost where all others take shorter sessions."""
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise BadInput("64 tokens in one sequence are wanted")
+
+    async with a_client(pool, models, None) as client, client.session(SPEC) as session:
+        assert isinstance(session, ClientSession)
+        await step(session, hidden(5))
+        monkeypatch.setattr(client, "route", refuse)
+        session.links[0].server.misled = True
+        with pytest.raises(BadInput, match="64 tokens in one sequence"):
+            await step(session, hidden(20), size=2)

@@ -7,18 +7,27 @@ says. They are in memory, but for those that the command talks to.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import trio
 
 from petalnode.crypto.identity import Identity
+from petalnode.node.blocks.client_part import ClientModel, load_client
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
+from petalnode.node.client.core import SwarmClient
+from petalnode.node.client.generation.conversation import Conversation, Sampling
+from petalnode.node.client.session.compared_session import ComparedSession
+from petalnode.node.client.session.session import ClientSession
+from petalnode.node.client.session.stream import SessionSpec
 from petalnode.node.errors import BadInput, NoChainError, SwarmError
 from petalnode.node.testing.memory_servers import MemoryServer
-from tests.inspection import session_of
+from petalnode.protocols.ids import Span
+from tests.inspection import call, client_of, session_of
 from tests.swarm.compared_answers import PROMPT, answer, banned, set_back, without_blocks
 from tests.swarm.false_blocks import load_now
 from tests.swarm.faulty_server import order
@@ -203,3 +212,65 @@ def test_chat_says_who_disagreed(home: Path, models: Path, node_starter: Nodes) 
         assert "3 chains disagree" in outcome.err and right.peer_id in outcome.err
         outcome = petalnode(*chat, *allowed, "--compare-chains", "4", "--no-remember", env=node_starter.env)
         assert outcome.code == 3 and "make 3" in outcome.err, outcome
+
+
+def test_opened_chains_are_closed_where_the_caller_leaves(chains: Chains, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is open, and another one is not yet."""
+    opened: list[ClientSession] = []
+    scope, whole = trio.CancelScope(), ClientSession.open
+
+    async def open_one(session: ClientSession) -> None:
+        opened.append(session)
+        if len(opened) == 2:
+            await trio.sleep_forever()
+        await whole(session)
+        assert session.links
+        scope.cancel()
+
+    async def leave(client: SwarmClient) -> None:
+        with scope:
+            async with client.session(SessionSpec(b"", Span(0, 6), 1, 32)):
+                pass
+
+    monkeypatch.setattr(ClientSession, "open", open_one)
+    with compared(chains, [chains.one, chains.two], 2) as model:
+        call(model, leave, client_of(model))
+    assert len(opened) == 2 and not opened[0].links
+
+
+def test_conversation_goes_on_after_all_chains_were_lost(chains: Chains, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lose(*_: object, **__: object) -> None:
+        raise SwarmError("its servers are gone")
+
+    async def talk(client: SwarmClient, local: ClientModel) -> None:
+        prompt, sampling = PROMPT[0].tolist(), Sampling(4)
+        async with aclosing(Conversation(client, local, max_length=32, stop_tokens=[])) as conversation:
+            said = await conversation.answer(prompt, sampling, lambda _: None)
+            monkeypatch.setattr(ClientSession, "step", lose)
+            with pytest.raises(SwarmError, match="no two chains left"):
+                await conversation.answer(prompt, sampling, lambda _: None)
+            monkeypatch.undo()
+            assert await conversation.answer(prompt, sampling, lambda _: None) == said
+            assert len(conversation.compared_routes) == 2
+
+    with compared(chains, [chains.one, chains.two], 2) as model:
+        call(model, talk, client_of(model), load_client(chains.folder))
+
+
+def test_dismissed_standby_is_free_for_other_chains(chains: Chains) -> None:
+    async def dismiss(client: SwarmClient) -> None:
+        async with client.session(SessionSpec(b"", Span(0, 6), 1, 32)) as session:
+            assert isinstance(session, ComparedSession)
+            one, other = session._chains
+            chain = one.session._chain
+            (link,) = chain.links
+            chain.prepare_standby(link)
+            while not link.standby_ready:  # noqa: ASYNC110
+                await trio.sleep(0.05)
+            standby = one.session.coming
+            assert standby and standby <= session.forbidden(other)
+            chain.dismiss_standby(link)
+            assert not standby & session.forbidden(other)
+
+    with compared(chains, chains.exact, 2) as model:
+        call(model, dismiss, client_of(model))

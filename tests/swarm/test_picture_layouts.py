@@ -154,3 +154,22 @@ def test_partial_holder_of_feature_blocks_is_not_asked(swarm: MemorySwarm, tmp_p
         client_of(model).reopen_timeout = 0.2
         with pytest.raises(NoChainError, match="a server of the first 2 blocks"):
             model.generate(**seen(whole, "qwen3_vl"), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+
+
+async def test_a_text_is_scored_without_the_pictures_before(swarm: MemorySwarm, tmp_path: Path) -> None:
+    whole = save_seeing("qwen3_vl", tmp_path)
+    await serving(swarm, tmp_path, "0:2", "2:4")
+    given, text = seen(whole, "qwen3_vl", [(20, 44)]), list(range(5, 65))
+    values = {name: value for name, value in given.items() if name != "input_ids"}
+
+    async def scored(conversation: Conversation) -> torch.Tensor:
+        async with aclosing(conversation.score(text)) as found:
+            return torch.cat([logits async for _, logits in found])
+
+    async with opened(swarm, tmp_path) as (client, local):
+        prompt = local.encoder.encode(given["input_ids"], values.pop("attention_mask"), values)
+        named = PictureTokens(given["input_ids"][0].tolist(), values, whole.config.image_token_id).named(prompt)
+        one, other = (Conversation(client, local, max_length=200, stop_tokens=()) for _ in range(2))
+        async with aclosing(one), aclosing(other):
+            await one.answer(named, Sampling(max_new_tokens=1), lambda _: None, pictures=prompt)
+            assert torch.allclose(await scored(one), await scored(other), atol=1e-4)

@@ -122,6 +122,22 @@ async def test_a_large_answer_is_checked_as_well() -> None:
             await session.receive(step, chunk, 5.0)
 
 
+async def test_large_answer_counts_where_its_check_is_cancelled() -> None:
+    """It has been read: without its receipt the next one would look like a lie."""
+    async with talking() as (server, session):
+        large, chunk = chunk_of(tokens=1 << 13), chunk_of()
+        step = await asked(session, large)
+        await server.answer(step, large)
+        unchecked = await session.read(step, large, 5.0)
+        assert unchecked is not None
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await session.checked(unchecked)
+        step = await asked(session, chunk)
+        await server.answer(step, chunk)
+        await received(session, step, chunk)
+
+
 async def test_sufficient_receipt_is_checked_alone() -> None:
     async with talking(log=SessionLog(SERVER.peer_id, keeps_tensors=True)) as (server, session):
         chunk = chunk_of()

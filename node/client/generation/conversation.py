@@ -271,6 +271,7 @@ class Conversation:
             SwarmError: no chain of servers can serve.
         """
         self._check(prompt)
+        await self._see(None)
         tokens = [*self._virtual, *prompt]
         try:
             answered = await (await self._open(tokens[:1])).advance(tokens, len(tokens))
@@ -295,6 +296,8 @@ class Conversation:
 
     async def _open(self, tokens: list[int]) -> Decoding:
         """The session; a new one begins with what servers have kept of these tokens but the last."""
+        if self._decoding is not None and not self._decoding.session.route:
+            await self.aclose()  # all chains that were compared are lost
         if self._decoding is None:
             prompted = self._embedding.prompt
             pictures = prompted if isinstance(prompted, ImagePrompt) else None

@@ -140,11 +140,11 @@ class UncheckedAnswer:
     async def checked(self) -> Checked:
         """What `AnswerChecks.check` returned or raised; returns at once if that has ended. Where it was not started, it
         runs here, and in another thread only if there is much to hash."""
-        if not self._started:
-            long = len(self.asked.payload) > _HASH_INLINE
-            return await trio.to_thread.run_sync(self._check) if long else self._check()
-        if not self._finished.is_set():
-            with trio.CancelScope(shield=True):  # it computes for less than a millisecond
+        with trio.CancelScope(shield=True):  # what was read has to be counted; it computes for a few milliseconds
+            if not self._started:
+                long = len(self.asked.payload) > _HASH_INLINE
+                return await trio.to_thread.run_sync(self._check) if long else self._check()
+            if not self._finished.is_set():
                 await trio.to_thread.run_sync(self._finished.wait)
         result: Checked = self._outcome.unwrap()
         return result

@@ -84,9 +84,7 @@ class ReplicaChain:
         self, spec: SessionSpec, route: Sequence[Hop], index: int, excluded: Collection[str] = ()
     ) -> tuple[Hop, ...]:
         async with self._compared.choosing:
-            found = await self._client.standby(spec, route, index, {*excluded, *self._compared.forbidden(self)})
-            self._coming |= {hop.peer_id for hop in found}
-            return found
+            return await self._client.standby(spec, route, index, {*excluded, *self._compared.forbidden(self)})
 
 
 class ComparedSession:
@@ -169,10 +167,12 @@ class ComparedSession:
             self._chains.append(ReplicaChain(self._client, self, self._wait, route))
         if self._tolerance(routes) is None:
             raise SwarmError(f"{_UNKNOWN} that compute in {self._weights} on different devices")
-        failures = _failures(await self._all(ClientSession.open))
-        for failure in failures.values():
+        try:
+            for failure in _failures(await self._all(ClientSession.open)).values():
+                raise failure
+        except BaseException:
             await self.close()
-            raise failure
+            raise
 
     async def _plan(self) -> list[tuple[Hop, ...]]:
         fresh = False

@@ -82,14 +82,16 @@ class Opening:
         self._beginning = beginning or beginning_of({spec.span.start: history.needed(position)}, position)
         self._names: dict[Hop, list[bytes]] = {}
         self._runs: list[_Run] = []
+        self._links: list[ServerLink] = []  # of the chain that is taken
         self._not_before = -math.inf
         self._disputes = 0
         self._changed = trio.Event()
 
     @property
     def peers(self) -> set[str]:
-        """The servers that are being asked."""
-        return {hop.peer_id for run in self._runs for hop in run.route}
+        """The servers that are being asked, and those that are taken."""
+        asked = {hop.peer_id for run in self._runs for hop in run.route}
+        return asked | {link.server.hop.peer_id for link in self._links}
 
     async def run(self, search: ServerSearch, find: FindRoute) -> list[ServerLink]:
         """The servers that are ready first, each with the inputs that it was given; `find` chooses whom to ask.
@@ -102,20 +104,19 @@ class Opening:
             AnsweredWrong: the one whose place is to be taken, as own weights say.
             SwarmError: others compute something else than it has signed, and nobody knows who is right.
         """
-        links: list[ServerLink] = []
         try:
             with unwrapped(PetalnodeError):
                 async with trio.open_nursery() as nursery:
                     try:
-                        links = await self._first_ready(search, find, nursery)
+                        self._links = await self._first_ready(search, find, nursery)
                     finally:
                         for run in self._runs:
                             self._let_go(run)
                     nursery.cancel_scope.cancel()
         except BaseException:  # cancelled while the others were let go
-            self._router.start_soon(close_links, links)
+            self._router.start_soon(close_links, self._links)
             raise
-        return links
+        return self._links
 
     async def _first_ready(self, search: ServerSearch, find: FindRoute, nursery: trio.Nursery) -> list[ServerLink]:
         while True:

@@ -20,7 +20,7 @@ from typing import Final
 
 import trio
 
-from ...errors import ServerFailed, SwarmError, unwrapped
+from ...errors import PetalnodeError, ServerFailed, unwrapped
 from ...swarm.routing import Hop
 from ..request import WireTensor
 from .answers import UncheckedAnswer
@@ -111,7 +111,11 @@ class Pipeline:
 
     async def _begin(self, step: PipelineStep) -> None:
         self._steps.append(step)
-        step.event = await self._sent(step)
+        try:
+            step.event = await self._sent(step)
+        except trio.Cancelled:
+            self.in_step = False  # the servers may never see the numbers that were given out for it
+            raise
 
     async def arrive(self) -> UncheckedAnswer | None:
         """The last server's answer to the oldest step, before its receipt is checked; None if that is done."""
@@ -166,7 +170,7 @@ class Pipeline:
                     self._steps.append(step)
                     await self._drive(step, out)
             given_up = False
-        except SwarmError:
+        except PetalnodeError:
             given_up = False
             raise
         finally:
@@ -178,7 +182,7 @@ class Pipeline:
     async def _side_by_side(self, steps: Sequence[Input], receipts: Collection[int], out: list[WireTensor]) -> None:
         """Adds what leaves the last server for each of several steps, or for those up to one at which one failed."""
         self._broken = False
-        with unwrapped(SwarmError):
+        with unwrapped(PetalnodeError):
             async with trio.open_nursery() as nursery:
                 for given in steps:
                     step = self._step(given, several=True, receipt_only=given.position in receipts)

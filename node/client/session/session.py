@@ -203,8 +203,10 @@ class ClientSession:
                 resumed = True
         except (SwarmError, ValueError):
             pass
+        finally:
+            if not resumed:
+                await close_links(links)
         if not resumed:
-            await close_links(links)
             return False
         self._position = min(positions)
         for taken in links:
