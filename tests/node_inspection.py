@@ -174,6 +174,11 @@ def kept_evidence(gossip: EvidenceGossip, evidence_id: bytes) -> bytes | None:
     return gossip._held.get(evidence_id)
 
 
+def punished_faults(gossip: EvidenceGossip) -> int:
+    """How many faults a node has banned servers for, and remembers."""
+    return len(gossip._punished)
+
+
 def held(holder: object) -> int:
     """How many entries the containers of an object have together, to see that they are bounded."""
     return sum(len(kept) for kept in vars(holder).values() if isinstance(kept, dict | list | set | deque))

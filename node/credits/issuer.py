@@ -10,7 +10,6 @@ from typing import Final, TypeVar
 
 import trio
 
-from ...crypto.canonical import digest
 from ...crypto.credits import Clearing, Credit, CreditQuery, DepositOrder, Transfer
 from ...protocols import wire_pb2 as wire
 from ...protocols.credits import CREDITS, CreditsStream, serve_credits
@@ -120,18 +119,6 @@ def points_for(observed: Observed) -> int:
     return len(observed.span) * sum(answer.shape[0] * answer.shape[1] for answer in observed.claimed)
 
 
-def fault_id(bundle: Bundle) -> bytes:
-    """Names the fault by what the server signed, whoever brings the evidence, and of whatever part of the session."""
-    evidence = bundle.evidence
-    if evidence.HasField("work"):
-        signed = [evidence.work.receipt]
-    elif evidence.steps:
-        signed = [evidence.steps[-1].receipt]
-    else:  # equivocation: both receipts, in any order; pledge: the last one, which broke it
-        signed = list(evidence.receipts if evidence.kind == "equivocation" else evidence.receipts[-1:])
-    return digest("petalnode/fault/1", bundle.accused, sorted(receipt.signature for receipt in signed))
-
-
 class Rewards:
     """Books in `ledger` what its owner verifies, and takes the deposits of servers whose faults are proved.
 
@@ -164,6 +151,6 @@ class Rewards:
         """Takes the deposits of the queued faults until it is cancelled."""
         async for bundle in self._receive:
             try:
-                await trio.to_thread.run_sync(self._ledger.forfeit, bundle.accused, fault_id(bundle), bundle.accuser)
+                await trio.to_thread.run_sync(self._ledger.forfeit, bundle.accused, bundle.fault, bundle.accuser)
             except MachineError as error:
                 log.error("%s", error)

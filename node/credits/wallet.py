@@ -94,8 +94,8 @@ class Wallet:
 
     @staticmethod
     def _still_valid(order: Transfer, credit: Credit) -> bool:
-        """Whether the order was carried out as the last one of all, or still can be."""
-        return credit.sequence == order.sequence or (credit.sequence < order.sequence and now_ms() < order.until_ms)
+        """Whether the order may have been carried out, or still can be."""
+        return credit.sequence >= order.sequence or now_ms() < order.until_ms
 
     async def deposit(self, points: int, until_ms: int) -> bytes:
         """Leaves points with the validator for a pledge until `until_ms` (milliseconds since 1970); its voucher.
@@ -139,7 +139,8 @@ class Wallet:
 
     def spent(self, clearing: Clearing) -> None:
         """Notes that the server has taken this clearing."""
-        self._unspent.pop(clearing.transfer.recipient, None)
+        if self._unspent.get(clearing.transfer.recipient) == clearing:  # and not a later one
+            del self._unspent[clearing.transfer.recipient]
 
     async def _credit(self, stream: CreditsStream) -> Credit:
         query = CreditQuery(self.issuer, self._identity.peer_id, now_ms()).signed(self._identity)

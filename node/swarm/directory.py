@@ -217,15 +217,10 @@ class Directory:
             PeerError: as `pull`.
         """
         self._host.remember(peer_id, addrs)
-        held = self._met.pop(peer_id, ())
+        await self.pull(peer_id, timeout=timeout)
+        self._met.pop(peer_id, None)
         self._met[peer_id] = tuple(addrs)
-        try:
-            await self.pull(peer_id, timeout=timeout)
-        except BaseException:
-            self._met.pop(peer_id, None)
-            if held:
-                self._met[peer_id] = held
-            raise
+        await self._dht.add_peer(peer_id, self.addrs_of(peer_id))
         while len(self._met) > ASKING.met_kept:
             del self._met[next(iter(self._met))]
         if self.own is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -208,7 +208,8 @@ def known_well(view: SwarmView, model_version: bytes, *, now: float) -> bool:
     if not model_version:
         return len(view.records) >= SAMPLING.servers
     servers = [one for one in view.servers(model_version, now=now) if one.state is ServerState.ONLINE]
-    return bool(servers) and min(coverage_of(servers, servers[0].num_blocks)) >= SAMPLING.several
+    sizes = Counter(one.num_blocks for one in servers)
+    return bool(servers) and min(coverage_of(servers, sizes.most_common(1)[0][0])) >= SAMPLING.several
 
 
 def in_turn(

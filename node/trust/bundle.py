@@ -79,6 +79,18 @@ class Bundle:
         return digest(ACCUSATION_DOMAIN, self.statement)
 
     @property
+    def fault(self) -> bytes:
+        """Names the fault by what the server signed, whoever brings the evidence, and of whatever part of a session."""
+        evidence = self.evidence
+        if evidence.kind != "answer":  # both receipts, in any order; of a pledge, the one that broke it
+            signed = list(evidence.receipts if evidence.kind == "equivocation" else evidence.receipts[-1:])
+        elif evidence.HasField("work"):
+            signed = [evidence.work.receipt]
+        else:
+            signed = [step.receipt for step in evidence.steps[-1:]]
+        return digest("petalnode/fault/1", self.accused, sorted(receipt.signature for receipt in signed))
+
+    @property
     def nbytes(self) -> int:
         """Of the statement and the tensors: a file has a little more."""
         return len(self.statement) + sum(map(len, self.payloads.values()))

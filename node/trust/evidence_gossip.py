@@ -80,6 +80,7 @@ class EvidenceGossip:
         self._endorsements: OrderedDict[_Key, dict[str, Endorsement]] = OrderedDict()
         self._accused: OrderedDict[str, OrderedDict[bytes, None]] = OrderedDict()  # by accused server
         self._held: OrderedDict[bytes, bytes] = OrderedDict()
+        self._punished: dict[bytes, None] = {}  # faults, by `Bundle.fault`, and evidence that validators have endorsed
         # What was taken lately, by its maker and by who handed it on.
         self._authors, self._relayed, self._relayed_of_known = (
             ShareCount(math.inf, seconds=EVIDENCE_LIMITS.rate_seconds) for _ in range(3)
@@ -137,7 +138,7 @@ class EvidenceGossip:
             if message.accused != self._identity.peer_id:
                 self._notify_proven(message.bundle)
                 reason = f"{shown.reason} (evidence {message.evidence_id.hex()[:12]})"
-                self._store.ban(message.accused, reason, "evidence")
+                self._ban_once(message.accused, message.bundle.fault, reason, "evidence")
             return
         for callback in self.on_evidence:
             callback(message, author, forwarder)
@@ -151,7 +152,15 @@ class EvidenceGossip:
         if trusted.convinced_by(believed):
             names = sorted(signed.validator for signed in believed if signed.validator in trusted.owners)
             reason = f"validators that are trusted here have recomputed it: {', '.join(names)}"
-            self._store.ban(message.accused, reason, "validators")
+            self._ban_once(message.accused, message.evidence_id, reason, "validators")
+
+    def _ban_once(self, accused: str, fault: bytes, reason: str, source: Source) -> None:
+        """For one fault once, however often and by whomever evidence of it is brought."""
+        if fault not in self._punished:
+            self._punished[fault] = None
+            self._store.ban(accused, reason, source)
+        while len(self._punished) > HELD.max_known:
+            del self._punished[next(iter(self._punished))]
 
     def _notify_proven(self, bundle: Bundle) -> None:
         for callback in self.on_proven:
@@ -173,15 +182,20 @@ class EvidenceGossip:
             self._endorsements.popitem(last=False)
 
     def _note_accused(self, accused: str, evidence_id: bytes) -> None:
-        """Of too much about one server the oldest goes: refusing the newest would let a liar fill the places."""
+        """Of too much about one server the oldest goes: refusing the newest would let a liar fill the places.
+
+        What validators that are trusted here have endorsed goes last: a liar could make the rest up meanwhile."""
         ids = self._accused.setdefault(accused, OrderedDict())
         ids[evidence_id] = None
         ids.move_to_end(evidence_id)
         self._accused.move_to_end(accused)
         if len(ids) > HELD.max_per_accused:
-            old, _ = ids.popitem(last=False)
+            trusted = self._store.trusted.owners.keys()
+            earlier = list(ids)[:-1]
+            strange = (one for one in earlier if trusted.isdisjoint(self._endorsements.get((one, accused), ())))
+            old = next(strange, earlier[0])
+            del ids[old]
             self._endorsements.pop((old, accused), None)
-            self._held.pop(old, None)
         while len(self._accused) > HELD.max_known:
             self._accused.popitem(last=False)
 
@@ -209,7 +223,7 @@ class EvidenceGossip:
         self._hold(bundle)
         self._remember(message)
         source: Source = "one bit" if one_bit else "evidence"
-        self._store.ban(bundle.accused, f"proved here (evidence {bundle.id.hex()[:12]})", source)
+        self._ban_once(bundle.accused, bundle.fault, f"proved here (evidence {bundle.id.hex()[:12]})", source)
         self._notify_proven(bundle)
         return message.to_bytes()
 

@@ -187,6 +187,10 @@ class _Changes:
             "DELETE FROM versions WHERE weights NOT IN (SELECT weights FROM versions ORDER BY used DESC LIMIT ?)",
             (STORE.max_versions,),
         )
+        connection.execute(
+            "DELETE FROM standings WHERE peer_id NOT IN (SELECT peer_id FROM standings ORDER BY updated DESC LIMIT ?)",
+            (STORE.max_records,),
+        )
         connection.execute("DELETE FROM bans WHERE until < ?", (self.now,))
 
 
@@ -227,7 +231,7 @@ class TrustStore:
         self._dirty_bans.add(peer_id)
         self._note(peer_id, (self._records.get(peer_id) or newcomer(now)).after_fault(now))
         while len(self._bans) > REPUTATION.max_bans:
-            del self._bans[min(self._bans, key=lambda peer: self._bans[peer].until)]
+            del self._bans[min(list(self._bans), key=lambda peer: self._bans[peer].until)]
         log.warning("%s is not used any more: %s", peer_id, reason)
         return found
 
@@ -240,9 +244,9 @@ class TrustStore:
         return self.ban_of(peer_id) is not None
 
     def bans(self) -> list[Ban]:
-        """All bans that hold now, the longest first."""
+        """All bans that hold now, the longest first. The file may be read in another thread meanwhile."""
         now = self._clock()
-        return sorted((ban for ban in self._bans.values() if ban.holds(now)), key=lambda ban: -ban.until)
+        return sorted((ban for ban in list(self._bans.values()) if ban.holds(now)), key=lambda ban: -ban.until)
 
     def forgive(self, peer_id: str) -> bool:
         """Lifts a ban, here and in the file at once; whether there was one. Other processes that run keep theirs.
@@ -297,7 +301,7 @@ class TrustStore:
         self._versions[weights] = version, self._clock()
         self._dirty_versions.add(weights)
         while len(self._versions) > STORE.max_versions:
-            del self._versions[min(self._versions, key=lambda held: self._versions[held][1])]
+            del self._versions[min(list(self._versions), key=lambda held: self._versions[held][1])]
 
     def version_used(self, weights: bytes) -> bytes | None:
         """The model version that was used with these weights the last time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -19,6 +20,7 @@ from ..network.shares import ShareCount
 from ..network.transport.places import Places
 from ..swarm.swarm import Swarm
 from ..trust.bundle import BadBundle, Bundle
+from ..trust.evidence_message import is_answer_recent
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ class ReceiptAuditService:
     def _put(self, audit: Audit, peer_id: str) -> None:
         if _signature_of(audit.bundle) != audit.receipt.signature or audit.bundle.accuser != peer_id:
             raise ProtocolError(f"{peer_id} shows something else than was picked", peer_id)
-        if self._bytes + _size(audit) > AUDITS.max_pending_bytes:
+        # Old receipts would have a server punished again and again for what it did once.
+        if not is_answer_recent(audit.bundle, time.time()) or self._bytes + _size(audit) > AUDITS.max_pending_bytes:
             return
         try:
             self._send.send_nowait(audit)

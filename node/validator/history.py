@@ -61,10 +61,13 @@ class History(Database):
         Audits do not count: a server whose own client shares good receipts all the time would be probed less.
         """
         moment = time.time() if now is None else now
-        rows = self._database.execute(
-            "SELECT peer_id, MAX(time) FROM verdicts WHERE model_version = ? AND kind != 'receipts' GROUP BY peer_id",
-            (model_version,),
+        asked = (
+            "SELECT peer_id, MAX(time) FROM verdicts WHERE model_version = ? AND kind != 'receipts' GROUP BY peer_id"
         )
+        try:
+            rows = self._database.execute(asked, (model_version,)).fetchall()
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
         return {peer_id: max(0.0, moment - last) for peer_id, last in rows}
 
 

@@ -19,14 +19,14 @@ from ...protocols.weights import PIECE_BYTES, TEXT_FORM, BadTree, Offer, Tree
 from ...protocols.wire_pb2 import PartTree
 from ..errors import ModelError
 from ..models import EMBEDDINGS, HEAD, Manifest, ModelFolder, Need, Part
-from ..models.cache_dir import disk_errors, import_once, imported_folder, sync_one
+from ..models.cache_dir import disk_errors, import_once, imported_folder, one_at_a_time, sync_one
 from ..models.checkpoint import INDEX, Checkpoint, write_gguf_note
 from ..models.digests import note_trees
 from ..models.folder import TEXT_FILES, open_folder
 from ..models.gguf.header import ABSENT
 from ..models.manifest import MANIFEST_FILE, MAX_CONFIG_BYTES, MAX_FILE_BYTES, canonical_architecture, write_manifest
 from ..models.part_headers import gguf_header, safetensors_header
-from ..models.progress import Progress
+from ..models.progress import Progress, no_progress
 from ..models.sources.hub_parts import NAME_FILE, PEERS_KEY, RESTRICTED, TEXTS_DONE
 
 _CONFIG_LIMITS: Final = JsonLimits(MAX_CONFIG_BYTES, values=100_000, depth=32)
@@ -336,12 +336,14 @@ class PeerFolder:
             MachineError: the disk is full or cannot be written.
         """
         place = 0
-        with self._writing():
+        with self._writing(), one_at_a_time(self.path / "texts.lock", f"Fetching {self.name}", no_progress):
             for entry in tree.entries:
                 new = self.path / f"{entry.name}.new"
                 new.write_bytes(data[place : place + entry.nbytes])
-                new.rename(self.path / entry.name)
+                sync_one(new)
+                new.replace(self.path / entry.name)
                 place += entry.nbytes
+            sync_one(self.path)
             (self.path / TEXTS_DONE).write_text(tree.digest.hex() + "\n")
 
 

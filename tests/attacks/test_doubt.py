@@ -3,6 +3,8 @@ answers to inputs that a server before has chosen."""
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.request import WireTensor
 from petalnode.node.client.session.comparing import Agreement, SpanAnswer, settle
 from petalnode.node.client.session.history import Input, InputHistory
-from petalnode.node.errors import ServerCheated
+from petalnode.node.errors import MachineError, ServerCheated
 from petalnode.node.models.folder import ModelFolder, has_experts
 from petalnode.node.swarm.routing import Hop
 from petalnode.node.testing.memory_network import MemoryNode
@@ -254,3 +256,11 @@ def test_chains_of_one_server_each_are_settled() -> None:
 def test_mixtures_of_experts_are_known_by_their_configuration(tmp_path: Path) -> None:
     assert has_experts(save_tiny("mixtral", tmp_path / "mixtral", num_hidden_layers=1))
     assert not has_experts(save_tiny("llama", tmp_path / "llama", num_hidden_layers=1))
+
+
+def test_history_that_cannot_be_read_says_so(tmp_path: Path) -> None:
+    with History(tmp_path / "history.sqlite") as history:
+        with closing(sqlite3.connect(tmp_path / "history.sqlite")) as other:
+            other.execute("DROP TABLE verdicts")
+        with pytest.raises(MachineError, match="the validator's history"):
+            history.seconds_since(VERSION)

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
 
 from petalnode.crypto.identity import Identity
+from petalnode.crypto.receipts import countersign
+from petalnode.crypto.statement import now_ms
 from petalnode.node.models.folder import ModelFolder
+from petalnode.node.testing import message_streams
 from petalnode.node.trust.bundle import Bundle, equivocation_bundle, resigned, session_bundle
 from petalnode.node.trust.evidence_gossip import EvidenceGossip
 from petalnode.node.trust.evidence_message import EVIDENCE_LIMITS, Endorsement, EvidenceMessage, TrustedValidators
 from petalnode.node.trust.store import TrustStore
+from petalnode.node.validator.auditing import ReceiptAuditService
 from petalnode.node.validator.endorsing import Endorser
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.evidence import RECEIPTS, send_bundle
+from petalnode.protocols.inference import receipt_to_wire
 from tests.attacks.forger import ATTACKER, HONEST, Listener, hidden
+from tests.inspection import audits_of
 from tests.signing_server import SigningServer, spoiled
 
 VALIDATOR = Identity.generate()
@@ -76,3 +86,27 @@ async def test_an_endorser_does_not_renew_old_evidence(server: SigningServer, fo
         assert "it is old" in str(endorser.checked.get(old.id)), "nobody else has to bring it"
         nursery.cancel_scope.cancel()
     assert not swarm.published and not swarm.trust.bans()
+
+
+@pytest.mark.parametrize(("days", "kept"), [(4, 0), (1, 1)])
+async def test_an_auditor_takes_no_old_receipts(server: SigningServer, days: int, kept: int) -> None:
+    """A client that keeps one of a fault could have the server banned for it, and take its deposit, for ever."""
+    log = server.session([(0, hidden(5), ())], spoil=spoiled, time_ms=now_ms() - days * 86_400_000)
+    handlers: list[Any] = []
+    swarm: Any = SimpleNamespace(
+        set_handler=lambda _, handler: handlers.append(handler), host=SimpleNamespace(origin_of=str)
+    )
+    service = ReceiptAuditService(swarm, server.version)
+    bundle, receipt = session_bundle(server.client, log, 0), log.entries[0].receipt
+    ours, theirs = message_streams(RECEIPTS, server.client.peer_id, HONEST.peer_id)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(handlers[0], theirs)
+        said = replace(receipt, time_ms=now_ms())  # what is offered decides nothing
+        offered = wire.Offer(receipts=[receipt_to_wire(said)], countersignatures=[countersign(server.client, said)])
+        await ours.send(wire.EvidenceFrame(offer=offered), timeout=60)
+        frame, _ = await ours.receive(timeout=60)
+        assert frame.WhichOneof("body") == "pick"
+        await send_bundle(ours, bundle.to_bytes(), timeout=60)
+        frame, _ = await ours.receive(timeout=60)
+        assert frame.WhichOneof("body") == "close"
+    assert (audits_of(service)["bytes"] > 0) == bool(kept)

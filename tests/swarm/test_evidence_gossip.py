@@ -11,7 +11,7 @@ import pytest
 from petalnode.crypto.identity import Identity
 from petalnode.node.network.shares import REMEMBERED, ShareCount
 from petalnode.node.trust import evidence_gossip
-from petalnode.node.trust.bundle import Bundle, equivocation_bundle
+from petalnode.node.trust.bundle import Bundle, equivocation_bundle, resigned
 from petalnode.node.trust.evidence_gossip import HELD, EvidenceGossip
 from petalnode.node.trust.evidence_message import (
     EVIDENCE_LIMITS,
@@ -26,7 +26,7 @@ from petalnode.node.trust.evidence_message import (
 from petalnode.node.trust.reputation import REPUTATION
 from petalnode.node.trust.store import TrustStore
 from petalnode.protocols import wire_pb2 as wire
-from tests.node_inspection import held, known_evidence
+from tests.node_inspection import held, kept_evidence, known_evidence, punished_faults
 from tests.receipts import RECEIPT
 from tests.swarm.evidence_messages import (
     ACCUSER,
@@ -290,3 +290,59 @@ def test_silent_maker_gives_its_place_to_others() -> None:
     )
     makers.note("new", 90_000.0 + EVIDENCE_LIMITS.key_age)  # its first message counts, not its last
     assert makers.is_known("new", 90_000.0 + EVIDENCE_LIMITS.key_age)
+
+
+# --- one fault, and many pieces of evidence
+
+
+def test_one_fault_bans_once_whoever_brings_it() -> None:
+    """A validator's evidence would else turn ten minutes for one bit into a week, and so would a stranger's copy."""
+    gossip, store = node()
+    gossip.record_proven(equivocation(), recomputed=True, one_bit=True)
+    first = store.ban_of(LIAR.peer_id)
+    for key in KEYS[5:]:
+        copy = resigned(equivocation(), key)
+        gossip.record_proven(copy, recomputed=True, one_bit=True)
+        assert receive(gossip, dated(EvidenceMessage.of(copy), NOW), key.peer_id, key.peer_id)
+    assert store.ban_of(LIAR.peer_id) == first
+    gossip.record_proven(equivocation(nonce=b"another session."), recomputed=True)
+    ban = store.ban_of(LIAR.peer_id)
+    assert ban is not None and ban.count == 2
+    gossip, store = node(TrustedValidators({ANN.peer_id: "ann"}, quorum=1))
+    assert all(receive(gossip, numeric(1, ANN), f"author {number}", f"{number}") for number in range(5))
+    ban = store.ban_of(LIAR.peer_id)
+    assert ban is not None and ban.count == 1
+
+
+def test_punished_faults_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence_gossip, "HELD", replace(evidence_gossip.HELD, max_known=5))
+    gossip, store = node()
+    for number in range(9):
+        gossip.record_proven(equivocation(nonce=bytes([number]) * 16), recomputed=True)
+    assert punished_faults(gossip) == 5
+    ban = store.ban_of(LIAR.peer_id)
+    assert ban is not None and ban.count == 9
+
+
+def test_false_evidence_drives_out_no_proof() -> None:
+    """A liar accuses itself of more than is remembered between the words of two validators, and before the proof was
+    fetched."""
+    gossip, store = node(TrustedValidators({ANN.peer_id: "ann", BEN.peer_id: "ben"}, quorum=2))
+    proof = equivocation(STRANGER)
+    gossip.record_proven(proof, recomputed=True)
+    assert receive(gossip, numeric(1, ANN), "ann", "ann")
+    for number in range(HELD.max_per_accused + 1):
+        for accused in (LIAR, STRANGER):
+            author = f"{accused.peer_id} {number}"
+            assert receive(gossip, numeric(100 + number, accused=accused), author, author)
+    assert kept_evidence(gossip, proof.id) is not None
+    assert receive(gossip, numeric(1, BEN), "ben", "ben")
+    assert store.is_banned(LIAR.peer_id)
+
+
+def test_newest_counts_where_all_others_are_endorsed() -> None:
+    gossip, _ = node(TrustedValidators({ANN.peer_id: "ann"}, quorum=1))
+    for number in range(HELD.max_per_accused):
+        assert receive(gossip, numeric(number, ANN), f"{number}", f"{number}")
+    assert receive(gossip, numeric(99), "x", "y")
+    assert known_evidence(gossip, LIAR.peer_id) == (HELD.max_per_accused, HELD.max_per_accused)

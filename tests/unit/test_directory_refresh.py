@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import trio
+import trio.testing
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.errors import SwarmError
@@ -90,3 +92,28 @@ async def test_another_peer_is_asked_for_an_unreachable_one() -> None:
             await trio.sleep(16)
             assert here.view.records[moved.peer_id] == newer
         nursery.cancel_scope.cancel()
+
+
+async def test_failed_call_forgets_no_peer_met_meanwhile() -> None:
+    """At an address of an earlier run nobody is; at that of the local network the peer answers."""
+    good, opened = "/ip4/192.0.2.9/tcp/1", list[str]()
+
+    async def open_stream(peer_id: str, timeout: float) -> Stream:
+        opened.append(peer_id)
+        if len(opened) == 1:
+            await trio.sleep(TIMEOUT / 2)
+            raise PeerError("cannot connect", peer_id)
+        return await answered_by(there.serve, nursery, ME.peer_id)(peer_id, timeout)
+
+    async def call(addr: str) -> None:
+        with suppress(PeerError):
+            await here.meet(ASKED.peer_id, [addr], timeout=TIMEOUT)
+
+    there, here = a_directory(ASKED), a_directory(ME, open_stream)
+    async with trio.open_nursery() as nursery:
+        async with trio.open_nursery() as calls:
+            calls.start_soon(call, "/ip4/192.0.2.8/tcp/1")
+            await trio.testing.wait_all_tasks_blocked()
+            calls.start_soon(call, good)
+        nursery.cancel_scope.cancel()
+    assert here.addrs_of(ASKED.peer_id) == [good]

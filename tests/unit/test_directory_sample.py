@@ -195,3 +195,10 @@ async def test_who_wants_certain_servers_asks_for_all(limits: dict[str, Any], sa
     nursery: Any = None
     await ServerSelection(swarm, model, nursery, ServerLimits(**limits)).refresh()
     assert asked == [sample]
+
+
+def test_one_liar_does_not_end_a_search() -> None:
+    """Its model has one block, and it comes first in the order of spans."""
+    half = [announced(number, Span(0, BLOCKS // 2)) for number in range(3)]
+    liar = held(9, Span(0, 1), now=NOW, lifetime=45.0, num_blocks=1)
+    assert not known_well(SwarmView().merge([*half, liar], NOW), MODEL, now=NOW)

@@ -11,15 +11,18 @@ import torch
 import trio
 
 from petalnode.crypto.credits import DepositOrder
+from petalnode.crypto.evidence import ACCUSATION_DOMAIN
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.receipts import NO_RECEIPT, Receipt
-from petalnode.node.credits.issuer import Rewards, fault_id, points_for
+from petalnode.node.credits.issuer import Rewards, points_for
 from petalnode.node.credits.ledger import Ledger
 from petalnode.node.trust.bundle import Bundle, equivocation_bundle, resigned
+from petalnode.node.trust.statement import SelfProven, check_statement
 from petalnode.node.verification.judging import Result
 from petalnode.node.verification.observed import Observed
 from petalnode.node.verification.recomputation import SessionQuestion
 from petalnode.node.verification.verdicts import Verdict
+from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
 
 ISSUER, SERVER, ACCUSER, OTHER = (Identity.from_seed(letter * 32) for letter in (b"i", b"s", b"a", b"o"))
@@ -81,7 +84,22 @@ async def test_fault_costs_deposit_once_whoever_brings_it(ledger: Ledger) -> Non
 
 
 def test_a_fault_has_one_name() -> None:
-    fault = fault_id(equivocation(ACCUSER))
-    assert fault == fault_id(resigned(equivocation(ACCUSER), OTHER))
-    assert fault == fault_id(equivocation(OTHER, turned=True))
-    assert fault != fault_id(equivocation(ACCUSER, b"3"))
+    fault = equivocation(ACCUSER).fault
+    assert fault == resigned(equivocation(ACCUSER), OTHER).fault
+    assert fault == equivocation(OTHER, turned=True).fault
+    assert fault != equivocation(ACCUSER, b"3").fault
+
+
+@pytest.mark.parametrize("field", ["steps", "work"])
+def test_what_proves_nothing_renames_no_fault(field: str) -> None:
+    """Else one fault would cost every later deposit, a part of which the accuser gets."""
+    evidence, receipt = wire.Evidence(), wire.Receipt(signature=b"of the accuser's choice")
+    evidence.CopyFrom(equivocation(ACCUSER).evidence)
+    if field == "steps":
+        evidence.steps.add().receipt.CopyFrom(receipt)
+    else:
+        evidence.work.receipt.CopyFrom(receipt)
+    statement = evidence.SerializeToString(deterministic=True)
+    renamed = Bundle(statement, OTHER.peer_id, OTHER.sign(ACCUSATION_DOMAIN, statement), {})
+    assert isinstance(check_statement(renamed), SelfProven)
+    assert renamed.fault == equivocation(ACCUSER).fault

@@ -355,3 +355,30 @@ def test_the_command_lists_bans_and_lifts_them(tmp_path: Path) -> None:
     assert told["peer_id"] == "12D3worse" and told["reason"] == "it lied more" and told["seconds_left"] > 600_000
     done = petalnode("bans", "--forgive", "12D3bad", env=env)
     assert done.code == 1 and "was not banned" in done.err and "12D3worse" in done.out
+
+
+def test_reputations_in_the_file_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "STORE", replace(store_module.STORE, max_records=20))
+    clock, file = Clock(), tmp_path / "trust.sqlite"
+    store = TrustStore(file, clock=clock)
+    for number in range(50):
+        clock.now += 1
+        store.note_tokens(f"{number}", 10_000, recomputed=True)
+        store.save()
+    (kept,) = sqlite3.connect(file).execute("SELECT group_concat(peer_id) FROM standings").fetchone()
+    assert set(kept.split(",")) == set(map(str, range(30, 50)))
+
+
+def test_bans_are_told_while_others_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is read in another thread, which may have its turn anywhere."""
+    store = TrustStore()
+    for number in range(3):
+        store.ban(f"{number}", "lied", "own")
+    holds = Ban.holds
+
+    def read_meanwhile(ban: Ban, now: float) -> bool:
+        store.ban(f"read with {ban.peer_id}", "lied", "own")
+        return holds(ban, now)
+
+    monkeypatch.setattr(Ban, "holds", read_meanwhile)
+    assert {ban.peer_id for ban in store.bans()} == {"0", "1", "2"}

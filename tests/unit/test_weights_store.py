@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from petalnode.node.models.checkpoint import Checkpoint
 from petalnode.node.models.digests import PartReader, known_trees, part_trees
 from petalnode.node.models.folder import open_folder
 from petalnode.node.models.parts import parts_of_need
+from petalnode.node.weights import store
 from petalnode.node.weights.holder import bare_names, may_hand_on, read_texts
 from petalnode.node.weights.store import (
     PeerFolder,
@@ -329,3 +331,37 @@ def test_only_a_folder_with_a_tokenizer_has_texts(source: Source) -> None:
     assert json.loads((folder.path / "generation_config.json").read_text()) == {"eos_token_id": 7}
     assert (folder.path / "tokenizer.json").read_text() == "{}"
     assert not list(folder.path.glob("*.new"))
+
+
+def tokenizer(source: Source) -> tuple[Tree, bytes]:
+    (source.folder.path / "tokenizer.json").write_text("x" * 100_000)
+    texts = read_texts(source.folder)
+    assert texts is not None
+    return texts.tree, texts.data
+
+
+def test_processes_that_write_a_tokenizer_at_once(source: Source) -> None:
+    folder, texts = source.opened(), tokenizer(source)
+    wrong: list[Exception] = []
+
+    def write() -> None:
+        try:
+            for _ in range(30):
+                folder.write_texts(*texts)
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and (folder.path / "tokenizer.json").stat().st_size == 100_000
+
+
+def test_tokenizer_is_on_disk_before_it_counts(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, texts = source.opened(), tokenizer(source)
+    synced: list[str] = []
+    monkeypatch.setattr(store, "sync_one", lambda path: synced.append(path.name) if not folder.has_texts else None)
+    folder.write_texts(*texts)
+    assert synced == [*(f"{entry.name}.new" for entry in texts[0].entries), folder.path.name]
