@@ -93,13 +93,13 @@ def _translated(fields: Fields) -> Fields:
     options, most = fields.object("options") or Fields({}, "options."), REQUEST_LIMITS.largest
     chosen = {name: options.get(own) for name, own in _OPTIONS.items()}
     chosen["top_k"] = options.integer("top_k", 0, most)
-    limit = options.integer("num_predict", -most, most)
+    limit, seed = options.integer("num_predict", -most, most), options.integer("seed", -(1 << 63), (1 << 63) - 1)
     return fields.translated(
         _AS_OPENAI,
         ("x_petalnode", *(("logprobs", "top_logprobs") if fields.flag("logprobs") else ())),
         **_DEFAULTS | {name: value for name, value in chosen.items() if value is not None},
         model=model_name(fields),
-        seed=options.integer("seed", -most, most) or None,
+        seed=None if seed == -1 else seed,
         max_tokens=limit if limit is not None and limit > 0 else None,
         stream=True if fields.get("stream") is None else fields.get("stream"),
         response_format=_response_format(fields),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -82,7 +83,8 @@ def how_joined_json(joined: JoinResult | None) -> dict[str, str] | None:
 
 def join_by(join: JoinOptions, address: str) -> str:
     """The options with which somebody else joins through this node at that address."""
-    return f"--peer {address}" + ("" if join.psk is None else f" --swarm-key {join.key_file or 'FILE'}")
+    key = "" if join.psk is None else f" --swarm-key {shlex.quote(str(join.key_file or 'FILE'))}"
+    return f"--peer {address}{key}"
 
 
 def say_link(swarm: Swarm, join: JoinOptions, output: Output, model: str = "", version: bytes = b"") -> None:

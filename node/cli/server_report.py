@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import deque
 from contextlib import suppress
 from dataclasses import astuple, dataclass
@@ -346,10 +347,9 @@ def _say_ready(output: Output, join: JoinOptions, fields: dict[str, Any]) -> Non
 
 
 def _model_to_pass_on(join: JoinOptions, fields: dict[str, Any]) -> str:
-    """The model with its version, where strangers could announce another one."""
-    return (
-        str(fields["model"]) if join.psk is not None else f"{fields['model']}@{fields['model_version'][: PANEL.digits]}"
-    )
+    """The model, as a shell takes it, with its version where strangers could announce another one."""
+    version = "" if join.psk is not None else f"@{fields['model_version'][: PANEL.digits]}"
+    return shlex.quote(f"{fields['model']}{version}")
 
 
 def _held(fields: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -168,20 +169,28 @@ class Text:
         """
         from tokenizers.decoders import DecodeStream
 
-        given = {"ids": list(before)} if before else {}
-        return TextStream(self._tokenizer.backend_tokenizer, DecodeStream(**given, skip_special_tokens=not special))
+        made = partial(DecodeStream, skip_special_tokens=not special)
+        return TextStream(self._tokenizer.backend_tokenizer, made, made(ids=list(before)) if before else made())
 
 
-@dataclass(frozen=True)
+@dataclass
 class TextStream:
     """A tokenizer, and what it has decoded of a text."""
 
     _tokenizer: Any
+    _make: Any
     _decoder: Any
 
     def add(self, token: int) -> str:
         """The text that this token makes whole; "" if there is none."""
-        return self._decoder.step(self._tokenizer, token) or ""
+        try:
+            return self._decoder.step(self._tokenizer, token) or ""
+        except Exception as error:  # tokenizers has no narrower one
+            if not str(error).startswith("Invalid prefix"):
+                raise
+        # Bytes that are no character change how tokens before them are read, which were shown: begin behind them.
+        self._decoder = self._make(ids=[token])
+        return f"\ufffd{self._decoder.step(self._tokenizer, token) or ''}"
 
 
 def load_tokenizer(folder: ModelFolder) -> Any:

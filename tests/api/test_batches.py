@@ -7,7 +7,7 @@ import math
 import sqlite3
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -157,6 +157,41 @@ def test_batch_that_is_cancelled_keeps_what_it_has(served: Served, tmp_path: Pat
         assert len(found) == batch.request_counts.completed < 101
         with pytest.raises(openai.ConflictError):
             client.batches.cancel(batch.id)
+
+
+class _CancelledWhileRead(BatchStore):
+    def begin(self, name: str, lines: Iterable[tuple[int, str, str]]) -> None:
+        self.set_status(name, "cancelling")  # as its endpoint does, in another thread
+        super().begin(name, lines)
+
+
+def test_batch_that_is_cancelled_while_read(served: Served, tmp_path: Path) -> None:
+    with running(served, tmp_path / "batches", kind=_CancelledWhileRead) as api, of(api) as client:
+        batch = until(client, start(client, [request("one")]).id, over)
+        assert (batch.status, batch.output_file_id) == ("cancelled", None)
+
+
+def test_batch_that_is_over_stays_so(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "batches")
+    store.add_batch(StoredBatch("batch_a", "alice", CHAT, "file-a", "validating", 0))
+    for status in ("completed", "cancelling"):
+        store.set_status("batch_a", status)
+    found = store.batch("alice", "batch_a")
+    assert found is not None and found.status == "completed"
+    store.close()
+
+
+def test_batches_behind_a_faulty_one_are_answered(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("petalnode.node.api.batches.runner._LOOK", math.inf)
+    store = BatchStore(tmp_path / "batches")
+    for name, content in (("batch_a", b"{"), ("batch_b", lines([request("one", max_tokens=1)]))):
+        file = store.add_file("alice", "x.jsonl", "batch", content)
+        store.add_batch(StoredBatch(name, "alice", CHAT, file.id, "validating", int(time.time())))
+    store.close()
+    with running(served, tmp_path / "batches") as api, of(api) as client:
+        assert until(client, "batch_b", over).status == "completed"
 
 
 def test_what_is_no_batch(served: Served, tmp_path: Path, client: Any) -> None:

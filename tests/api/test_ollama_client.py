@@ -106,6 +106,15 @@ def test_answer_has_form_that_is_asked_for(other: ollama.Client) -> None:
     assert isinstance(json.loads(answer.message.content or "")["ok"], bool)
 
 
+def test_every_seed_but_minus_one_is_one(other: ollama.Client) -> None:
+    def said(seed: int) -> set[str]:
+        options = {"seed": seed, "temperature": 1.5, "num_predict": 12}
+        return {other.generate(model=MODEL, prompt="say something", options=options).response for _ in range(2)}
+
+    assert len(said(0)) == len(said((1 << 32) - 1)) == 1
+    assert len(said(-1)) == 2
+
+
 def test_messages_with_calls_and_their_results(other: ollama.Client) -> None:
     messages: list[dict[str, Any]] = [
         *MESSAGES,

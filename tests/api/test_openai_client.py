@@ -166,6 +166,16 @@ def test_echo_with_likelihood_of_each_token_of_prompt(client: Any, api: MemoryAp
         assert found.token_logprobs[-1] == pytest.approx(expected[-1].max().item(), abs=1e-4)
 
 
+def test_offsets_of_stream_are_those_of_whole(client: Any) -> None:
+    """Also while the beginning of a stop string is held back."""
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "once", "temperature": 0, "max_tokens": 8, "logprobs": 0}
+    text = client.completions.create(**asked).choices[0].text
+    asked["stop"] = text[2:5] + "\0"
+    whole = client.completions.create(**asked).choices[0].logprobs.text_offset
+    pieces = [piece.choices[0].logprobs for piece in client.completions.create(**asked, stream=True)]
+    assert [offset for piece in pieces if piece is not None for offset in piece.text_offset] == whole
+
+
 def test_likelihoods_of_a_chat(client: Any, api: MemoryApi, whole: Any) -> None:
     prompt = api.core.text.chat_prompt(ASKED)
     asked: dict[str, Any] = {"model": MODEL, "messages": ASKED, "temperature": 0, "max_tokens": 5}

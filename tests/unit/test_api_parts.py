@@ -73,6 +73,9 @@ def calls_of(calls: list[ToolCall]) -> list[tuple[str, Any]]:
         (MISTRAL, f"[TOOL_CALLS][{ONE}, {ONE}]", "", [CALL, CALL]),
         (LLAMA, ONE.replace("arguments", "parameters"), "", [CALL]),
         (LLAMA, "plain {text}", "plain {text}", []),
+        (LLAMA, '{"name": ["look"]}', '{"name": ["look"]}', []),
+        (LLAMA, '{"name": "look", "parameters": 1e999}', '{"name": "look", "parameters": 1e999}', []),
+        (LLAMA, '{"name": "look", "parameters": "\\ud800"}', '{"name": "look", "parameters": "\\ud800"}', []),
         (None, "<tool_call>", "<tool_call>", []),
     ],
 )

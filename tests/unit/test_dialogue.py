@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
-from petalnode.node.client.chat import ChatMessage, Dialogue, fit
+from petalnode.node.client.chat import ChatMessage, Dialogue, Text, fit
 
 
 def tokenize(turns: Sequence[ChatMessage]) -> list[int]:
@@ -65,3 +67,17 @@ def test_what_is_left_is_end_of_what_was(lengths: list[int], system: int | None,
     if dropped:  # no more went than had to
         before = dialogue.turns[len(dialogue.turns) - len(kept) - 2 :]
         assert len(tokenize(before)) + (0 if system is None else 1 + system) > limit
+
+
+def test_text_goes_on_behind_damaged_bytes() -> None:
+    """A line feed that is a byte is read as U+FFFD as soon as such a byte follows, after it was shown."""
+    texts = ["<unk>", "x", "\u2581y", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = Tokenizer(models.BPE({text: index for index, text in enumerate(texts)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    text = Text.__new__(Text)
+    text._tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    stream = text.stream()
+    shown = [stream.add(texts.index(token)) for token in ("x", "<0x0A>", "<0xF0>", "\u2581y", "\u2581y", "<0x0A>")]
+    assert shown == ["x", "\n", "", "\ufffd y", " y", "\n"]

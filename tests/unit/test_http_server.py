@@ -179,9 +179,10 @@ async def test_who_reads_nothing_is_given_up() -> None:
         (b"", LIMITS.head_seconds, b""),
         (GET[:20], LIMITS.head_seconds, b"HTTP/1.1 408"),
         (post(b"12345")[:-1], LIMITS.body_seconds, b"HTTP/1.1 408"),
+        (b"POST /x HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n", 0, b"HTTP/1.1 400"),
     ],
 )
-async def test_who_sends_too_slowly_is_given_up(sent: bytes, seconds: float, answered: bytes) -> None:
+async def test_who_sends_slowly_or_badly_is_given_up(sent: bytes, seconds: float, answered: bytes) -> None:
     async def client(stream: Any, application: Application) -> None:
         begun = trio.current_time()
         await stream.send_all(sent)

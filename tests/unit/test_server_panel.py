@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,17 @@ import pytest
 import trio
 from rich.console import Console
 
-from petalnode.node.cli.server_report import PANEL, ComputedRates, Counts, PanelState, Points, ServerPanel, panel
+from petalnode.node.cli.output import Output
+from petalnode.node.cli.server_report import (
+    PANEL,
+    ComputedRates,
+    Counts,
+    PanelState,
+    Points,
+    ServerPanel,
+    _say_ready,
+    panel,
+)
 from petalnode.node.network.transport.bandwidth import ByteCount
 from petalnode.node.server.lifecycle.pausing import Pause
 from petalnode.node.server.tallies import ServerTallies, Serving
@@ -125,3 +136,13 @@ async def test_it_is_drawn_every_second_below_lines() -> None:
         terminal.gone = True
         await trio.sleep(10 * PANEL.interval)  # nobody sees it, and nothing ends
         nursery.cancel_scope.cancel()
+
+
+def test_commands_to_pass_on_are_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    joined: Any = SimpleNamespace(psk=bytes(32), key_file="my key")
+    said = dict.fromkeys(("seconds", "throughput", "cache_tokens", "cache_bytes_per_token"), 1.0)
+    held = {"blocks": (0, 6), "num_blocks": 6, "dtype": "float32", "quantisation": "none", "device": "cpu"}
+    _say_ready(Output(False), joined, {**said, **held, "model": "my model", "adapters": (), "addrs": ("/ip4/1",)})
+    commands = [line.partition("petalnode ")[2] for line in capsys.readouterr().out.splitlines() if "petalnode" in line]
+    expected = ["my model", "--peer", "/ip4/1", "--swarm-key", "my key"]
+    assert [shlex.split(command) for command in commands] == [["serve", *expected], ["chat", *expected]]

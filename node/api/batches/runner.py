@@ -90,6 +90,7 @@ class BatchRunner:
                             await self._see_to(batch)
                     if validating:
                         await self._see_to(self._next(validating))
+                        self.wake()  # for what it has become, and those that have waited for it
                     await self._fill(application, nursery)
                 except sqlite3.Error:  # such as that of a disk that is full
                     log.exception("batches cannot be gone on with for now")
@@ -121,7 +122,6 @@ class BatchRunner:
             self.store.set_status(batch.id, "failed", errors=errors)
             return
         self.store.begin(batch.id, requests)
-        self.wake()
 
     async def _end(self, batch: StoredBatch, status: str) -> None:
         scopes = [scope for (name, _), scope in self._working.items() if name == batch.id]

@@ -370,7 +370,10 @@ def _batch(row: Sequence[Any]) -> StoredBatch:
 
 
 def _set_status(run: sqlite3.Connection, name: str, status: str, fields: Mapping[str, Any]) -> None:
-    old, times = run.execute("SELECT fields, times FROM batches WHERE id = ?", (name,)).fetchone()
+    """What is over stays so, and a batch that is cancelled while its input is read is not gone on with."""
+    was, old, times = run.execute("SELECT status, fields, times FROM batches WHERE id = ?", (name,)).fetchone()
+    if was not in OPEN or (was, status) == ("cancelling", "in_progress"):
+        return
     reached = json.loads(times) | {f"{status}_at": int(time.time())}
     values = (status, json.dumps(json.loads(old) | dict(fields)), json.dumps(reached), name)
     run.execute("UPDATE batches SET status = ?, fields = ?, times = ? WHERE id = ?", values)

@@ -153,7 +153,7 @@ class ToolText:
 
     def __init__(self, form: ToolForm | None, names: Sequence[str]) -> None:
         self._form = form
-        self._names = frozenset(names)
+        self._names = tuple(names)
         # Without a mark, only the whole answer tells whether it is a call: one begins with a brace.
         self._mark = (form.begin.strip() or "{") if form is not None else ""
         self._at_start = form is not None and not form.begin
@@ -194,8 +194,8 @@ class ToolText:
         return marked + len(before) - len(before.rstrip())  # blank lines before a call are not shown
 
 
-def _parsed(form: ToolForm, text: str, names: frozenset[str]) -> list[ToolCall]:
-    """The calls in a text; empty if any of it is none."""
+def _parsed(form: ToolForm, text: str, names: tuple[str, ...]) -> list[ToolCall]:
+    """The calls in a text; empty if any of it is none, or has what no JSON for a client can have."""
     calls, begin = [], form.begin.strip()
     decoder = json.JSONDecoder()
     rest = text.strip()
@@ -203,6 +203,7 @@ def _parsed(form: ToolForm, text: str, names: frozenset[str]) -> list[ToolCall]:
         rest = rest.removeprefix(begin).strip()
         try:
             found, end = decoder.raw_decode(rest)
+            json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, RecursionError):
             return []
         for item in found if isinstance(found, list) else [found]:

@@ -156,8 +156,8 @@ class _HttpConnection:
                 return
             exchange = _HttpExchange(self, request)
             await exchange.run(self._application)
-            if exchange.late:
-                await self._refuse(408)
+            if exchange.refused:
+                await self._refuse(exchange.refused)
             if self.broken or not (self.h11.our_state is h11.DONE and self.h11.their_state is h11.DONE):
                 await self._linger()
                 return
@@ -242,7 +242,7 @@ class _HttpExchange:
     """One request and its response.
 
     Attributes:
-        late: the body did not come in time.
+        refused: the status of what is wrong with the body, such as that it did not come in time; 0 so far.
     """
 
     def __init__(self, connection: _HttpConnection, request: h11.Request) -> None:
@@ -252,7 +252,7 @@ class _HttpExchange:
         self._body, self._received = trio.open_memory_channel[dict[str, Any]](1)
         self._asked = trio.Event()
         self._ended = False
-        self.late = False
+        self.refused = 0
         self._sending = trio.Lock()
 
     async def run(self, application: Application) -> None:
@@ -288,7 +288,8 @@ class _HttpExchange:
         while True:
             try:
                 event = self._h11.next_event()
-            except h11.RemoteProtocolError:
+            except h11.RemoteProtocolError as error:
+                self.refused = error.error_status_hint
                 break
             if isinstance(event, h11.Data):
                 await self._body.send({"type": "http.request", "body": bytes(event.data), "more_body": True})
@@ -306,7 +307,7 @@ class _HttpExchange:
                 with trio.move_on_at(deadline):
                     await self._connection.receive()
                     continue
-                self.late = True
+                self.refused = 408
                 break
         scope.cancel()
 

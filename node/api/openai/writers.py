@@ -272,9 +272,9 @@ class TextWriter(_OpenAIWriter):
         self._offsets = [0] * choices
 
     def _delta(self, choice: int, text: str, tokens: Sequence[ChosenToken] | None) -> dict[str, Any]:
-        offset = self._offsets[choice]
-        self._offsets[choice] += len(text)
-        return self._part(choice, text, tokens, None, offset)
+        part = self._part(choice, text, tokens, None, self._offsets[choice])
+        self._offsets[choice] += sum(map(len, part["logprobs"]["tokens"])) if tokens else 0
+        return part
 
     def close(self, end: Finished) -> list[dict[str, Any]]:
         self._ends[end.choice] = end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -59,5 +60,5 @@ def swarm_key(
     except SwarmKeyError as error:
         raise BadInput(str(error)) from error
     output.say(f"a new swarm key is in {file}. Copy it over a safe channel to everybody who may join, and start")
-    output.say(f"  petalnode serve --swarm-key {file}")
+    output.say(f"  petalnode serve --swarm-key {shlex.quote(str(file))}")
     output.emit(file=str(file))

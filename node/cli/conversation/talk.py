@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing, suppress
@@ -270,7 +271,7 @@ class Talk:
             stops_repetition=person,
             once=options.prompt is not None,
             show_route=options.show_route,
-            serve_options=" --peer ".join((folder.name, *self.peers)),
+            serve_options=" --peer ".join((shlex.quote(folder.name), *self.peers)),
             is_there=lambda peer: swarm.is_connected(parse_peer(peer)[0]),
             notice=notice,
             is_closed=lambda hop: bool(client.trusted.closed(range(hop.span.start, hop.span.end), folder.num_blocks)),
