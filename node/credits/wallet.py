@@ -40,6 +40,11 @@ WALLET: Final = WalletTimes()
 T = TypeVar("T")
 
 
+def _is_new(clearing: Clearing) -> bool:
+    """Whether a server takes it for a while yet."""
+    return now_ms() < clearing.time_ms + CREDITS_LIMITS.honoured_ms // 2
+
+
 class Wallet:
     """The points of `identity` with the validator at `address`, a multiaddr with /p2p. One order at a time.
 
@@ -123,15 +128,14 @@ class Wallet:
         if server.cache_tokens_free >= cost and server.queue_depth <= 1:
             return None
         unspent = self._unspent.get(server.peer_id)
-        if (
-            unspent is not None
-            and unspent.transfer.points >= cost
-            and now_ms() < unspent.time_ms + CREDITS_LIMITS.honoured_ms // 2
-        ):
+        if unspent is not None and unspent.transfer.points >= cost and _is_new(unspent):
             return unspent
         try:
             with trio.move_on_after(WALLET.pay_timeout):
-                clearing = self._unspent[server.peer_id] = await self.transfer(server.peer_id, cost)
+                clearing = await self.transfer(server.peer_id, cost)
+                if not _is_new(clearing):  # that of an order of long ago, whose answer was lost
+                    clearing = await self.transfer(server.peer_id, cost)
+                self._unspent[server.peer_id] = clearing
                 return clearing
         except SwarmError as error:
             log.warning("no priority at server %s: %s", server.peer_id, error)

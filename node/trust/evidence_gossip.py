@@ -80,7 +80,7 @@ class EvidenceGossip:
         self._endorsements: OrderedDict[_Key, dict[str, Endorsement]] = OrderedDict()
         self._accused: OrderedDict[str, OrderedDict[bytes, None]] = OrderedDict()  # by accused server
         self._held: OrderedDict[bytes, bytes] = OrderedDict()
-        self._punished: dict[bytes, None] = {}  # faults, by `Bundle.fault`, and evidence that validators have endorsed
+        self._punished: dict[bytes, Source] = {}  # by `Bundle.fault`, or evidence that was endorsed
         # What was taken lately, by its maker and by who handed it on.
         self._authors, self._relayed, self._relayed_of_known = (
             ShareCount(math.inf, seconds=EVIDENCE_LIMITS.rate_seconds) for _ in range(3)
@@ -155,9 +155,11 @@ class EvidenceGossip:
             self._ban_once(message.accused, message.evidence_id, reason, "validators")
 
     def _ban_once(self, accused: str, fault: bytes, reason: str, source: Source) -> None:
-        """For one fault once, however often and by whomever evidence of it is brought."""
-        if fault not in self._punished:
-            self._punished[fault] = None
+        """For one fault once, however often and by whomever evidence of it is brought: for one bit, which is banned
+        for minutes, once more where it proves to be more."""
+        earlier = self._punished.get(fault)
+        if earlier is None or (earlier == "one bit" and source != earlier):
+            self._punished[fault] = source
             self._store.ban(accused, reason, source)
         while len(self._punished) > HELD.max_known:
             del self._punished[next(iter(self._punished))]

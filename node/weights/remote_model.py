@@ -157,7 +157,8 @@ class RemoteModel:
         found = await first_of(agreed, lambda peer: self._texts_of(peer, texts))
         if found is None:
             raise SwarmError(f"no peer hands on the tokenizer of {self.name} that was agreed on: try again")
-        await trio.to_thread.run_sync(self.stored.write_texts, *found)
+        # Another process may hold its lock for as long as it likes; what is written then is whole.
+        await trio.to_thread.run_sync(self.stored.write_texts, *found, abandon_on_cancel=True)
 
     async def _texts_of(self, peer: str, digest: bytes) -> tuple[Tree, bytes]:
         """Raises PeerError if the peer does not send the files that its digest stands for."""

@@ -27,8 +27,12 @@ from tests.noted_blocks import NotedBlocks
 from tests.swarm.raw import TIMEOUT, RawSession, values
 
 
-async def test_one_nonce_names_one_session(blocks: BlockSpan) -> None:
+async def test_one_nonce_names_one_session(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[object] = []
     async with one_server(blocks) as server:
+        steps = server.service.context.compute.steps
+        close = steps.close
+        monkeypatch.setattr(steps, "close", lambda session: (closed.append(session), close(session)))
         twins = [server.session(CLIENT) for _ in range(2)]
         async with held_up(server):
             for twin in twins:
@@ -39,6 +43,8 @@ async def test_one_nonce_names_one_session(blocks: BlockSpan) -> None:
         assert sorted(str(answer.WhichOneof("body")) for answer in answers) == ["error", "granted"]
         refused, granted = sorted(answers, key=lambda answer: answer.HasField("granted"))
         assert refused.error.code == wire.ERROR_BAD_REQUEST
+        await wait_all_tasks_blocked()
+        assert len(closed) == 1, "its cache is left"
         await twins[answers.index(granted)].stream.reset()
         await wait_all_tasks_blocked()
         back = server.session(CLIENT)
@@ -90,6 +96,18 @@ async def test_blocks_without_room_are_not_left(blocks: BlockSpan, monkeypatch: 
                 at = sum((40, 1)[: number - 1])
                 frame, _ = await session.step(number, at, values(tokens))
                 assert frame.reply.position == at + tokens
+
+
+async def test_end_of_service_reaches_who_only_pushes(blocks: BlockSpan) -> None:
+    """Else an idle stream of the server before would hold the blocks for half an hour."""
+    async with one_server(blocks) as server:
+        session, pusher = server.session(CLIENT), server.pusher(PUSHER)
+        await session.open(upstream=peer_id_to_bytes(PUSHER.peer_id), max_length=10)
+        payload = values(1)
+        await pusher.send(pushed(session, CLIENT, PUSHER, 1, 0, payload), [payload], timeout=NEVER)
+        assert (await session.receive())[0].HasField("reply")
+        server.service.context.end()
+        assert (await pusher.receive(timeout=TIMEOUT))[0].error.code == wire.ERROR_DRAINING
 
 
 def test_moving_server_ends_who_stays(swarm: MemorySwarm, folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:

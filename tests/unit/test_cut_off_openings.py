@@ -154,15 +154,18 @@ async def test_chain_let_go_while_opening_is_closed() -> None:
     assert server.closed
 
 
-async def test_switch_to_a_dismissed_standby_fails() -> None:
-    """An older step was answered while a younger one, which had found the standby ready, waited for its turn."""
+@pytest.mark.parametrize("another", [None, Standby()])
+async def test_switch_to_a_dismissed_standby_fails(another: Standby | None) -> None:
+    """An older step was answered while a younger one, which had found the standby ready, waited for its turn. Another
+    one may be on its way meanwhile."""
     server = Server()
     async with trio.open_nursery() as nursery:
         chain = Chain(cast(Any, Router(nursery)), SPEC, False)
         link = link_to(Server())
         chain.links, link.standby = [link], Standby(links=[link_to(server)], ready=True)
         chain.dismiss_standby(link)
-        assert not await chain.switch(0) and chain.links == [link]
+        link.standby = another
+        assert not await chain.switch(0) and (chain.links, link.standby) == ([link], another)
     assert server.closed
 
 

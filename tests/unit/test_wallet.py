@@ -14,12 +14,13 @@ import trio.testing
 
 from petalnode.crypto.credits import Clearing, Credit, CreditQuery, DepositOrder, Transfer
 from petalnode.crypto.identity import Identity
+from petalnode.crypto.statement import now_ms
 from petalnode.node.credits.ledger import Ledger, NotCleared
 from petalnode.node.credits.wallet import Wallet
 from petalnode.node.errors import SwarmError, unwrapped
 from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.credits import CREDITS, CreditsStream, price, serve_credits
+from petalnode.protocols.credits import CREDITS, CREDITS_LIMITS, CreditsStream, price, serve_credits
 from petalnode.protocols.inference import Refusal
 from tests.announcements import plain
 
@@ -124,3 +125,19 @@ async def test_payment_for_another_session_is_not_lost(validator: Validator) -> 
     assert await wallet.pay(server, 1, 20) == long
     wallet.spent(long)
     assert await wallet.pay(server, 1, 20) not in (None, long)
+
+
+async def test_payment_of_long_ago_is_not_shown(validator: Validator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer was lost, and others were ordered since: it is repeated, and no server honours it any more."""
+    server = replace(plain(SERVER.peer_id), credits_of=(ISSUER.peer_id,), cache_tokens_free=0, queue_depth=9)
+    wallet, validator.lost = wallet_at(validator), 1
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wallet.pay, server, 1, 10)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    await wallet.transfer(OTHER.peer_id, 1)
+    later = now_ms() + CREDITS_LIMITS.honoured_ms
+    monkeypatch.setattr("petalnode.node.credits.wallet.now_ms", lambda: later)
+    monkeypatch.setattr(validator.ledger, "_now_ms", lambda: later)
+    shown = await wallet.pay(server, 1, 10)
+    assert shown is not None and shown.transfer.sequence == 3

@@ -341,7 +341,8 @@ class Chain:
             except (SwarmError, BadInput) as error:
                 link.server.misled = link.server.misled or isinstance(error, AnsweredWrong)  # else nobody else can
                 link.standby_failed = trio.current_time()
-        link.standby = None
+        if link.standby is standby:
+            link.standby = None
         await close_links(standby.links)
 
     async def _bring(self, link: ServerLink, standby: Standby, pays: bool) -> None:
@@ -380,11 +381,12 @@ class Chain:
             index += 1
 
     async def switch(self, index: int) -> bool:
-        """Puts the standby of a link in its place; false if it has just failed, or was dismissed by an older step."""
+        """Puts the standby of a link in its place; false if it has just failed, or an older step has dismissed it."""
         link = self.links[index]
-        standby, link.standby = link.standby, None
-        if standby is None:
+        standby = link.standby
+        if standby is None or not standby.ready:
             return False
+        link.standby = None
         try:
             await self._catch_up(link, standby)
         except BaseException as error:

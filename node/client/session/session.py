@@ -203,10 +203,11 @@ class ClientSession:
                 resumed = True
         except (SwarmError, ValueError):
             pass
-        finally:
-            if not resumed:
-                await close_links(links)
+        except BaseException:  # the caller leaves: what is kept may be taken up later
+            await close_links(links, leave=True)
+            raise
         if not resumed:
+            await close_links(links)
             return False
         self._position = min(positions)
         for taken in links:

@@ -114,6 +114,7 @@ class RequestService:
             raise bad_request("a session begins with Open")
         terms = terms_of(frame.open)
         self.context.admit(stream.peer_id, terms, self._sessions)
+        self._check_nonce(stream.peer_id, terms.nonce)
         with self._adapters.borrowed(terms.adapter, stream.peer_id, terms.span) as adapter:
             self._sessions.add(stream.peer_id)
             try:
@@ -130,6 +131,11 @@ class RequestService:
                     if terms.shares and scope is not None:
                         shared = PrefixUse(scope, PrefixNames(terms.prefix_root), terms.keeps)
                     compute = await self.context.compute.open(terms, stream.peer_id, adapter, paid, shared)
+                    try:
+                        self._check_nonce(stream.peer_id, terms.nonce)
+                    except Refusal:  # its twin was quicker
+                        self.context.compute.close(compute)
+                        raise
                     keep = min(frame.open.keep_ms / 1000, SERVICE.most_keep)
                     session = ServerSession(
                         self.context,
@@ -150,10 +156,12 @@ class RequestService:
                 self._sessions.remove(stream.peer_id)
                 self.context.changed.set()
 
+    def _check_nonce(self, peer_id: str, nonce: bytes) -> None:
+        if (peer_id, nonce) in self._by_key:
+            raise bad_request("this nonce names another session")
+
     async def _run(self, session: ServerSession, stream: InferenceStream, opened: wire.Open) -> None:
         key = (stream.peer_id, opened.nonce)
-        if key in self._by_key:
-            raise bad_request("this nonce names another session")
         self._by_key[key] = session
         try:
             await session.run(stream, opened.downstream)
@@ -202,9 +210,9 @@ class RequestService:
         timeout = SERVICE.first_push
         while True:
             try:
-                frame, payloads = await stream.receive(timeout=timeout, admit=partial(self._admit_push, stream))
-                session = self._pushed_session(frame)
                 with self.context.serving():
+                    frame, payloads = await stream.receive(timeout=timeout, admit=partial(self._admit_push, stream))
+                    session = self._pushed_session(frame)
                     await session.take_push(frame.push, frame.tensors[0], payloads[0], stream.peer_id)
                 open_window(stream, served=True)
                 timeout = REQUESTS.session_idle
