@@ -222,13 +222,14 @@ class Muxer(IMuxedConn):
             self._lose("internal error")
 
     async def _receive_frames(self) -> None:
-        self._feed(self.secured_conn.take_plaintext())
+        if early := self.secured_conn.take_plaintext():
+            self._feed(early)
         self.secured_conn.divert(self)
         while self.lost is None:
             for data in await self.secured_conn.receive():
                 if not self._work:  # else its turn goes on
                     await self._turn()
-                self._take_message(data)
+                self._feed(data)
                 while self._work >= WORK.at_once:
                     self._end_turn()
                     await trio.lowlevel.checkpoint()
@@ -252,21 +253,18 @@ class Muxer(IMuxedConn):
                 if len(data) < LIMITS.large_frame:
                     self._spend(self._use.frames, "small frames")
                 for plaintext in self.secured_conn.unseal(data):
-                    self._take_message(plaintext)
+                    self._feed(plaintext)
                     while self._work >= WORK.at_once:  # all of it is handled at once, whoever else waits
                         self._end_turn()
                         self._feed(b"")
                 self._end_turn()
         return True
 
-    def _take_message(self, data: bytes) -> None:
-        self._work += len(data) < HEADER.size  # a message takes its time, also if no frame is in it
-        self._feed(data)
-
     def _feed(self, data: bytes) -> None:
         """Handles the frames in what came. Keeps the beginning of one that is cut off, and what is too much for one
         turn."""
         self._heard = trio.current_time()
+        self._work += len(data) < HEADER.size  # a message takes its time, also if no frame is in it
         if self._answer:
             data = self._without_answer(data)
         data, self._rest = self._rest + data, b""
