@@ -14,8 +14,7 @@ import torch
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.api.inference_session import InferenceSession
 from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
-from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.ids import PUSH
+from petalnode.protocols.inference import PUSH
 from tests.inspection import call, client_of, session_of
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.fleet import Model, heard_of
@@ -75,7 +74,7 @@ def deaf(request: pytest.FixtureRequest, blocks_as_served: None, folder: Path) -
     """Two servers, of which the second has its neighbours' pushes go wrong; a client."""
     with memory_swarm() as swarm:
         _, second = started(swarm, folder, "0:3", "3:6")
-        swarm.change(lambda network: second.node.set_handler(PUSH, wire.PushFrame, request.param))
+        swarm.change(lambda network: second.node.set_handler(PUSH, request.param))
         with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
             yield swarm, model
 
