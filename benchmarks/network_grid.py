@@ -57,7 +57,7 @@ from transformers import AutoConfig, DynamicCache
 from wan import ClientProcess, servers_of
 
 from petalnode import AutoDistributedModelForCausalLM
-from petalnode.node.client.batch.chains import pass_seconds, stages_of
+from petalnode.node.client.batch.chains import Stage, stages_of
 from petalnode.node.models import resolve
 from petalnode.node.swarm.routing import Demand, Hop, RouteCandidate, chain_seconds
 from petalnode.protocols.ids import Span
@@ -194,6 +194,18 @@ def _forward(model: Any, wanted: dict[str, Any]) -> Iterator[Callable[[], dict[s
     yield measure
 
 
+def _pass_seconds(micro_batches: Sequence[Sequence[Stage]]) -> float:
+    """Until all, which set out in this order at once, are through their chains; a server does one at a time."""
+    free: dict[str, float] = {}
+    ended = 0.0
+    for stages in micro_batches:
+        now = 0.0
+        for stage in stages:
+            now = free[stage.peer_id] = max(now + stage.way, free.get(stage.peer_id, 0.0)) + stage.work
+        ended = max(ended, now)
+    return ended
+
+
 def _planned(model: Any, hidden: torch.Tensor, wanted: dict[str, Any]) -> float:
     """Tokens/s of a forward pass: its micro-batches through the stages of their chains, each server one at a time; all
     clients' take turns."""
@@ -210,7 +222,7 @@ def _planned(model: Any, hidden: torch.Tensor, wanted: dict[str, Any]) -> float:
         for part, chain in zip(planned.rows, planned.chains, strict=True)
         for _ in range(wanted["clients"])
     ]
-    return rows * tokens / pass_seconds(stages)
+    return rows * tokens / _pass_seconds(stages)
 
 
 # --- one network

@@ -127,6 +127,22 @@ def test_no_test_imports_from_another_test_file() -> None:
     assert not [path for path in (ROOT / "tests").rglob("*.py") if taken.search(path.read_text())]
 
 
+def test_programs_that_no_test_runs_import_what_exists() -> None:
+    """Benchmarks, canaries and checks with other software: a name that is gone would be found by who needs them."""
+    files = module_files()
+    missing = [
+        f"{path.relative_to(ROOT)}: {node.module}.{alias.name}"
+        for tree in ("benchmarks", "packaging", "tests")
+        for path in source_files(tree)
+        for node in import_statements(path)
+        if isinstance(node, ast.ImportFrom) and node.module in files
+        for alias in node.names
+        if f"{node.module}.{alias.name}" not in files
+        if not re.search(rf"\b{alias.name}\b", files[node.module].read_text())
+    ]
+    assert not missing
+
+
 def test_torch_enters_the_protocols_by_the_tensors_only() -> None:
     having = {
         path.name
