@@ -191,9 +191,11 @@ class Network(Libp2pSwarm):
                 self.remove_conn(conn)
                 raise SwarmException(muxer.lost)
         except BaseException as error:
-            if raw.path.inbound and isinstance(error, Exception):
-                await raw.drain()  # it shall read our first words, which say that this is another swarm
-            await raw.close()
+            try:
+                if raw.path.inbound and isinstance(error, Exception):
+                    await raw.drain()  # it shall read our first words, which say that this is another swarm
+            finally:
+                await raw.close()
             raise
         self.book.met(raw.path)
         for handler in self.on_connected:
