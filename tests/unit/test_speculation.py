@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -182,6 +182,22 @@ def test_meaningless_matches_leave_a_good_draft_model_guessing(no_threads: None)
         drafted = answer(text, prompt, WIDE, drafts=True, model=SimulatedModel(text, seconds, 1000))
         assert drafted.tokens == plain.tokens == text
         assert plain.seconds / drafted.seconds > times
+
+
+class Broken(SimulatedModel):
+    """Runs out of memory once it has read 80 tokens."""
+
+    def guess(self, line: Sequence[int], ahead: object) -> int:
+        if len(line) > 80:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return super().guess(line, ahead)
+
+
+def test_answer_goes_on_without_a_broken_draft_model(no_threads: None, caplog: pytest.LogCaptureFixture) -> None:
+    text, prompt = never_twice(140)
+    drafted = answer(text, prompt, WIDE, drafts=True, model=Broken(text, 0.0135, 1000))
+    assert drafted.tokens == text and drafted.counts.accepted > 0
+    assert "guesses no more in this conversation: DefaultCPUAllocator" in caplog.text
 
 
 @pytest.mark.parametrize("late", [range(3, 7), range(12, 16)], ids=["at-the-beginning", "later"])

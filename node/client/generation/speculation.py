@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any, Final, Protocol
 import torch
 import trio
 
-from ...errors import PetalnodeError, unwrapped
+from ...errors import PetalnodeError, reason_of, unwrapped
 from ...swarm.cost import CHUNK_TOKENS
 from ..request import WireTensor
 from ..session.compared_session import Session
@@ -21,6 +22,8 @@ from ..session.step import UNWATCHED_BYTES
 from .draft_model import Ahead, DraftReader, HiddenReader, ModelDrafter
 from .drafting import BY_MODEL, DRAFTING, REALIGNED, Draft, DraftPlan, LookupDrafter, PipelineSpeed
 from .sampling import Token, TokenSampler
+
+_log = logging.getLogger(__name__)
 
 _EIGHT_TOKENS: Final = (8, 3.7)
 """Times as long as one of one token that a step of eight is taken to be before any was seen, as by the kernels."""
@@ -109,6 +112,7 @@ class Speculation:
 
     Attributes:
         line: the tokens of the answer and those that are drafted behind them, in order.
+        model: guesses what follows; None once it has failed.
     """
 
     answer: Answering
@@ -179,7 +183,12 @@ class Speculation:
                 await progress.wait()
                 continue
             begun = trio.current_time()
-            guess = await trio.to_thread.run_sync(model.guess, line, ahead)
+            try:
+                guess = await trio.to_thread.run_sync(model.guess, line, ahead)
+            except Exception as error:  # as memory that is full; the answer comes all the same
+                _log.warning("the draft model guesses no more in this conversation: %s", reason_of(error))
+                self.model = self._ahead = None
+                return
             unread = len(line) - min(common_prefix(held or (), line), len(line) - 1)
             if guess is not None and held is not None:
                 self.plan.note_guess(trio.current_time() - begun, unread)
@@ -402,3 +411,5 @@ class Drafter:
                 model=ModelDrafter(self.reader, answer.sampler, self.skipped) if self.reader is not None else None,
             )
             await checking.run(draft)
+            if checking.model is None:
+                self.reader = None
