@@ -107,6 +107,16 @@ def test_tokens_are_models_also_when_server_dies(node_starter: Nodes, folder: Pa
     assert done["recoveries"] == 1 and done["cheated"] == []
 
 
+def test_a_clock_put_forward_blames_no_server(node_starter: Nodes, folder: Path) -> None:
+    """What a server was pushed it may have signed long before a machine that slept asks for it."""
+    first = node_starter.server(folder, "0:3", "--listen", WS, *SHARED)
+    node_starter.server(folder, "3:6", "--listen", WS, *SHARED, peer=first.address)
+    ids = prompt(1, 9)
+    client = Client(node_starter, peers=[first.address], prompt=ids[0].tolist(), options=options(8), jump=30_000)
+    done = client.event("done")
+    assert done["ids"] == expected(folder, ids, 8) and (done["recoveries"], done["cheated"]) == (0, [])
+
+
 def test_a_client_that_slept_goes_on(node_starter: Nodes, folder: Path) -> None:
     """Its server has given the session up meanwhile, and no other has the blocks."""
     server = node_starter.server(folder, "0:6", "--listen", WS, *SHARED)
@@ -293,6 +303,20 @@ def test_a_lying_server_is_noticed_and_replaced(node_starter: Nodes, folder: Pat
     assert [hop["peer"] for hop in done["route"]] == [honest.peer_id, last.peer_id]
     assert done["recoveries"] == 1
     assert done["cheated"] == ([liar.peer_id] if fault in ("altered", "stranger") else [])
+
+
+def test_a_stranger_says_in_vain_how_many_blocks(node_starter: Nodes, folder: Path) -> None:
+    """The manifest says that."""
+    server = node_starter.server(folder, "0:6", "--listen", LOOPBACK, *SHARED)
+    seeds = (f"{number:064x}" for number in range(1, 10_000))
+    before = next(seed for seed in seeds if Identity.from_seed(bytes.fromhex(seed)).peer_id < server.peer_id)
+    version = str(server.ready["model_version"])
+    node_starter.announcer(blocks=[0, 1], num_blocks=1, model_version=version, seed=before, peers=[server.address])
+    asked = ("status", "--peer", server.address, "--json")
+    until(lambda: "made-up" in petalnode(*asked, env=node_starter.env).out, "that both are known")
+    ids = prompt(1, 9)
+    done = Client(node_starter, peers=[server.address], prompt=ids[0].tolist(), options=options(4)).event("done")
+    assert done["ids"] == expected(folder, ids, 4)
 
 
 def test_who_signs_two_answers_is_named(node_starter: Nodes, folder: Path, tmp_path: Path) -> None:

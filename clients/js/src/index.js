@@ -262,7 +262,7 @@ export class Client {
     const embeddings = await own(0, manifest.embeddings)
     const head = await own(count + 1, manifest.head)
     const texts = await part(count + 2, offer => offer.texts)
-    return new Model(this, { ...found, versionBytes: bytes }, manifest.config, new Ends(manifest.config, embeddings, head), texts)
+    return new Model(this, { ...found, versionBytes: bytes, numBlocks: count }, manifest.config, new Ends(manifest.config, embeddings, head), texts)
   }
 
   async close () {
