@@ -1,10 +1,12 @@
 """Runs tests that are `async def` in trio: in virtual time where the marker `virtual_time` says so, by `mock_clock`
 where they ask for it, and where they ask for the `swarm` in memory, its `pool` or its `raw_node`, in the loop of that.
+In virtual time no processor time passes: a node counts it for its peers, and would refuse more on a slow machine.
 Of a test of Hypothesis, each example runs so."""
 
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final
@@ -31,6 +33,8 @@ def mock_clock() -> MockClock:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     virtual = pyfuncitem.get_closest_marker("virtual_time") is not None
+    if virtual:
+        pyfuncitem._request.getfixturevalue("monkeypatch").setattr(time, "thread_time", float)
     examples = getattr(pyfuncitem.obj, "hypothesis", None)
     if examples is not None and inspect.iscoroutinefunction(examples.inner_test):
         test = examples.inner_test

@@ -13,7 +13,7 @@ from petalnode.node.network.host import Host, open_host
 from petalnode.protocols.framing import varint
 
 LOOPBACK = [Multiaddr("/ip4/127.0.0.1/tcp/0")]
-TIMEOUT = 30.0
+TIMEOUT = 300.0
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from tests.origins import At
 
 KEYS = {f"key {number}": f"127.0.0.{2 + number % 5}" for number in range(20)}
 ADDRESSES = KEYS | {"honest": "127.0.0.1"}
-TIMEOUT = 30.0
+TIMEOUT = 300.0
 
 
 Request = Callable[[ComputeThread, str, list[str]], Awaitable[object]]

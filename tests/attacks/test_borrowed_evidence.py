@@ -37,7 +37,7 @@ def endorsed(bundle: Bundle) -> EvidenceMessage:
 async def hear(swarm: Listener, folder: ModelFolder, *messages: EvidenceMessage, until: Callable[[], bool]) -> None:
     """An endorser hears the attacker's messages."""
     endorser = Endorser(swarm, folder)  # type: ignore[arg-type]
-    with trio.fail_after(60):
+    with trio.fail_after(600):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(endorser.run)
             for number, message in enumerate(messages):

@@ -31,6 +31,7 @@ from petalnode.protocols.ids import Span
 from tests.announcements import MODEL, held, plain, signed
 from tests.attacks.forger import ATTACKER, HONEST
 from tests.directories import Stream, a_directory
+from tests.lines_run import LinesRun
 from tests.memory_muxer import MemoryRaw, OtherEnd, muxer
 
 KEYS, STEP = 20, 0.0005
@@ -155,16 +156,15 @@ def test_servers_that_are_connected_are_asked_first() -> None:
 
 @pytest.mark.parametrize("limit", [SAMPLING.servers, 1000])
 @pytest.mark.parametrize("own_model", [False, True])
-def test_sample_of_huge_announcements_costs_milliseconds(own_model: bool, limit: int) -> None:
+def test_sample_of_huge_announcements_is_no_work(own_model: bool, limit: int) -> None:
     """Each block was counted for each announcement and each place of the sample: 19 s for one question."""
     view = SwarmView()
     for number in range(1200):
         version = number.to_bytes(32, "big") if own_model else MODEL
         record = held(number, Span(0, 4096), lifetime=60, size=300, model_version=version, num_blocks=4096)
         view = view.merge([record], time.time(), source=f"source {number % 16}", met=True)
-    start = time.thread_time()
-    assert len(sampled(view.page(b"", b""), view.origins, limit, time.time())) == limit
-    assert time.thread_time() - start < 0.5
+    with LinesRun(1200 * 4096 // 4):  # to count the blocks of each takes one for each of them
+        assert len(sampled(view.page(b"", b""), view.origins, limit, time.time())) == limit
 
 
 @pytest.mark.virtual_time

@@ -12,6 +12,7 @@ import trio
 
 from petalnode.node.network.nat import upnp
 from petalnode.node.network.nat.upnp import Upnp
+from tests.patience import eventually
 
 
 async def test_endless_router_questions_take_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,8 +28,11 @@ async def test_endless_router_questions_take_one_thread(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "miniupnpc", SimpleNamespace(UPnP=Router))
     monkeypatch.setattr(upnp, "UPNP", replace(upnp.UPNP, deadline=0.02, retry=(0.01, 0.01)))
     try:
-        with trio.move_on_after(0.5):
-            await Upnp().run(4000)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(Upnp().run, 4000)
+            await eventually(lambda: asked, "the router is asked")
+            await trio.sleep(0.2)  # many more times, if there were a thread for it
+            nursery.cancel_scope.cancel()
         assert len(asked) == 1
         assert trio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
     finally:

@@ -21,7 +21,7 @@ from tests.attacks.stranger.connections import OF_NO_STREAM, OPENED_AND_RESET, P
 from tests.connections import connection_lost
 from tests.node_inspection import frames_taken, muxer_of
 
-TIMEOUT = 60.0
+TIMEOUT = 300.0
 AT_ONCE = 256
 """Frames of one peer between two turns of all others."""
 

@@ -84,7 +84,7 @@ async def ended(stream: StreamBytes) -> bool:
 async def test_flood_is_read_steadily_while_others_are_heard(
     monkeypatch: pytest.MonkeyPatch, together: int, least: int, most: int
 ) -> None:
-    monkeypatch.setattr(gossip, "GOSSIP", replace(gossip.GOSSIP, of_peer=(0.1, 50.0)))  # as on a machine of any speed
+    monkeypatch.setattr(gossip, "GOSSIP", replace(gossip.GOSSIP, of_peer=(0.01, 50.0)))  # as on a machine of any speed
 
     def flood(heard: Heard) -> int:
         return sum(data == b"flood" for _, data in heard.messages)
@@ -108,19 +108,19 @@ async def test_flood_is_read_steadily_while_others_are_heard(
     assert flood(heard) <= most
 
 
-async def test_burst_of_honest_neighbour_is_read_at_once() -> None:
-    """All that a node passes on in some minutes, and heartbeats."""
+async def test_burst_of_honest_neighbour_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a node passes on in some minutes, and heartbeats; here, what is not read at once is never read."""
     bucket = TokenBucket(*gossip.GOSSIP.of_peer)
     bucket.take_ahead(24 * 5 + 12 * 5 * 2)  # messages of others, and two heartbeats of 5 s
     assert bucket.delay(1) == 0
+    never = {name: (1e-6, getattr(GOSSIP, name)[1]) for name in ("of_peer", "of_address")}
+    monkeypatch.setattr(gossip, "GOSSIP", replace(GOSSIP, **never))
     heard = Heard()
     async with node(heard) as (victim, _), knowing(victim) as neighbour:
         messages = [gossiped(bytes([number] * 32), number, b"passed on") for number in range(100)]
         stream = await neighbour.open_stream(victim.peer_id, MESHSUB)
-        begun = trio.current_time()
         await stream.write(delimited(rpc_pb2.RPC(publish=messages)))
         await heard.until(lambda: len(heard.messages) == 100)
-        assert trio.current_time() - begun < TIMEOUT
 
 
 async def test_many_fields_and_unreadable_ones_end_the_stream() -> None:

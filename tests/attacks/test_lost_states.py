@@ -31,7 +31,7 @@ from tests.swarm.memory_pool import MemoryPool, memory_pool
 from tests.swarm.watched_streams import watch_opened
 from tests.tiny_models import HIDDEN, load_whole, save_tiny
 
-pytestmark = pytest.mark.usefixtures("blocks_as_served")
+pytestmark = pytest.mark.usefixtures("blocks_as_served", "patient")
 TOKENS = 24
 ADMITTED = 3
 """Losses that a server may admit, of which the last is one too many."""

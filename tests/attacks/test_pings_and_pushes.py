@@ -34,7 +34,7 @@ async def pinged(stream: StreamBytes, data: bytes) -> bytes:
 
 
 async def test_thousands_of_pings_are_answered_steadily(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standard_protocols, "PINGS", (0.1, 50.0))  # as on a machine of any speed
+    monkeypatch.setattr(standard_protocols, "PINGS", (0.001, 50.0))  # as on a machine of any speed
     answered = 0
     async with host(LOOPBACK) as victim, knowing(victim) as attacker, knowing(victim) as honest:
         streams = [await attacker.open_stream(victim.peer_id, PING) for _ in range(4)]
@@ -61,7 +61,9 @@ def known(victim: Host, peer_id: str) -> set[str]:
     return set(victim.libp2p.get_peerstore().get_protocols(ID.from_string(peer_id)))
 
 
-async def test_a_push_is_small_and_seldom() -> None:
+async def test_a_push_is_small_and_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standard_protocols, "PUSHES", (0.001, standard_protocols.PUSHES[1]))
+
     async def push(attacker: Host, victim: Host, message: Identify) -> bool:
         stream = await attacker.open_stream(victim.peer_id, PUSH)
         with suppress(OSError), trio.fail_after(TIMEOUT):
@@ -119,7 +121,7 @@ async def test_answer_to_identify_is_read_within_bounds(answer: str) -> None:
 
 
 async def test_silent_answer_to_identify_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standard_protocols, "LIMITS", replace(standard_protocols.LIMITS, patience=0.05))
+    monkeypatch.setattr(standard_protocols, "LIMITS", replace(standard_protocols.LIMITS, patience=1.0))
     async with host(LOOPBACK) as victim, knowing(victim) as attacker:
         ended = trio.Event()
 

@@ -25,7 +25,7 @@ async def test_who_came_through_a_relay_does_not_start(lower_target: bool) -> No
 
 
 async def test_peer_that_falls_silent_holds_place_for_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hole_punching, "PUNCHING", replace(hole_punching.PUNCHING, message=300.0, whole=0.2))
+    monkeypatch.setattr(hole_punching, "PUNCHING", replace(hole_punching.PUNCHING, message=300.0, whole=2.0))
     async with met_at_a_relay(dialer_punches=True) as (target, client, _):
         await until(lambda: target.is_connected(client.peer_id), "the relayed connection")
         for _ in range(3):

@@ -16,6 +16,7 @@ from tests.tiny_models import load_whole
 OPTIONS = {"do_sample": False}
 
 
+@pytest.mark.usefixtures("patient", "pushes_awaited")
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_pushes_go_on_with_a_replacement(place: int, folder: ModelFolder) -> None:
     path = Path(folder.path)

@@ -15,7 +15,7 @@ from tests.attacks.stranger.catalogue import ATTACKS
 from tests.attacks.stranger.keys import Key, Victim, keep_up, open_keys
 from tests.swarm.processes import LOOPBACK
 
-TIMEOUT = 60.0
+TIMEOUT = 300.0
 KEYS = 2
 SOURCE = "127.0.0.2" if sys.platform == "linux" else None
 """Another address than that of who is honest: shares and turns are those of addresses."""
