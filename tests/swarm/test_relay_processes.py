@@ -11,7 +11,6 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.network.host import Host
-from tests.slowness import Slowness
 from tests.swarm.relay_node import ECHO
 from tests.swarm.relays import RelayNode, echoed, host_here, known, stats_of, until
 
@@ -100,8 +99,7 @@ async def test_client_returns_while_its_old_circuits_die(start):
         await echoed(stream, b"whatever becomes of the old one")
 
 
-async def test_peer_is_reached_by_its_newest_connection(start, slowness: Slowness) -> None:
-    soon = 5 * slowness()
+async def test_peer_is_reached_by_its_newest_connection(start):
     relay = start()
     seed = Identity.generate().seed.hex()
     old = start(seed=seed, relay=relay.addrs[0])
@@ -111,12 +109,12 @@ async def test_peer_is_reached_by_its_newest_connection(start, slowness: Slownes
         new = start(seed=seed, relay=relay.addrs[0])
         known(client, (new,))
         began = time.perf_counter()
-        with trio.fail_after(soon):
+        with trio.fail_after(60):
             stream = await client.open_stream(new.peer_id, ECHO)
             await echoed(stream, b"not by way of the frozen one")
         print(f"seconds: {time.perf_counter() - began:.2f}")
         new.kill()
-        with trio.fail_after(soon):
+        with trio.fail_after(60):
             await stream.wait_lost()
 
         async def nobody() -> bool:

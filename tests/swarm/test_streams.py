@@ -110,7 +110,7 @@ async def test_frozen_peer_is_noticed_and_slow_ones_not(echo_node):
         await echo(stream, b"alive")
         echo_node.freeze()
         with pytest.raises(StreamTimeout):
-            await stream.receive(timeout=1.5)
+            await stream.receive(timeout=0.5)
         echo_node.thaw()
         await echo(stream, b"it was a pause")
 
