@@ -22,8 +22,7 @@ from tests.weights_network import saved_model
 MIB = 1024 * 1024
 RATE = 2 * MIB
 SIZE = 5 * MIB
-LARGE = 24 * MIB
-"""So much takes 12 s at this rate."""
+LARGE = 24 * MIB  # takes 12 s at this rate
 
 
 @pytest.mark.parametrize("limit", ["max_upload", "max_download"])

@@ -27,8 +27,7 @@ from tests.tiny_models import load_whole
 
 COUNT = 12
 KILLED_AT = 6
-KEPT = 300.0
-"""Seconds for which a session whose connection is lost is kept."""
+KEPT = 300.0  # seconds, of a session whose connection is lost
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import environment, petalnode
 from tests.tiny_models import save_tiny
 
-PROVED = ("--seconds", "600")
-"""Though the machine is busy."""
+PROVED = ("--seconds", "600")  # though the machine is busy
 MACHINES = {
     "model": {"blocks": 6},
     "client": {"region": "home"},

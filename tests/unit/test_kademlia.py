@@ -200,9 +200,6 @@ class Key(str):
     def __hash__(self) -> int:
         return super().__hash__()
 
-    def __lt__(self, other: str) -> bool:
-        return super().__lt__(other)
-
 
 def test_full_stores_put_costs_no_more() -> None:
     """Counted in lines that run, of which looking through all of it would take a thousand times as many."""
