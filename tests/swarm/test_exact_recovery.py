@@ -96,6 +96,7 @@ def generated(model: Model, chosen: Callable[[], MemoryServer], avoided: set[str
     return tokens
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("blocks", ["0:3", "3:6"])
 def test_honest_servers_end_in_the_lost_ones_digests(parts: Parts, blocks: str) -> None:
     other = "3:6" if blocks == "0:3" else "0:3"
