@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-import time
 
 import pytest
 
 from tests.nat.lab import Host, Kind, Lab, Nat
 from tests.nat.nodes import LabNodes
-from tests.slowness import Slowness
 from tests.swarm.processes import Running
 from tests.swarm.warm_python import WarmProcess
 
@@ -26,8 +24,8 @@ while True:
     print(*source[:2], flush=True)
     threading.Thread(target=serve, args=(connection, source), daemon=True).start()
 """
-# Connects from a port, and then tells of every line that it is given, the seconds to wait for the echo, how long that
-# took, or what happened.
+# Connects from a port. Of every line that it is given, the seconds to wait for the echo, it tells that it has sent, and
+# then how long the echo took, or what happened.
 _CONNECT = """
 import socket, sys, time
 family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
@@ -42,6 +40,7 @@ try:
         connection.settimeout(float(line))
         start = time.perf_counter()
         connection.sendall(b"x")
+        print("sent", flush=True)
         connection.recv(100)
         print(time.perf_counter() - start, flush=True)
 except OSError as error:
@@ -63,10 +62,15 @@ def connect(nodes: LabNodes, host: Host, address: str, patience: float = LONG, p
     return nodes.program(host, [sys.executable, "-S", "-c", _CONNECT, address, str(patience), str(port)])
 
 
-def send(program: Running, patience: float = LONG) -> str:
+def send(program: Running, patience: float = LONG) -> None:
     assert program.process.stdin is not None
     program.process.stdin.write(f"{patience}\n")
     program.process.stdin.flush()
+    assert program.line() == "sent"
+
+
+def echoed(program: Running, patience: float = LONG) -> str:
+    send(program, patience)
     return program.line()
 
 
@@ -102,9 +106,9 @@ def test_a_nat_forgets(lab: Lab, nodes: LabNodes) -> None:
     public, nat = lab.host("public"), lab.nat("home")
     listen(nodes, public)
     client = connect(nodes, nat.host("laptop"), public.address)
-    assert client.line() == "connected" and float(send(client)) < LONG
+    assert client.line() == "connected" and float(echoed(client)) < LONG
     nat.forget_mappings()
-    assert send(client, 1.0) == "TimeoutError"
+    assert echoed(client, 1.0) == "TimeoutError"
 
 
 @pytest.mark.parametrize("whose", ["host", "nat"])
@@ -119,7 +123,7 @@ def test_an_address_changes(whose: str, lab: Lab, nodes: LabNodes) -> None:
     old = changed.address
     changed.change_address()
     assert changed.address != old
-    assert send(client, 1.0) in ("TimeoutError", "OSError")
+    assert echoed(client, 1.0) in ("TimeoutError", "OSError")
     assert connect(nodes, private, public.address, port=31332).line() == "connected"
     assert (outside.line().split()[0] == before) is (whose == "host")
 
@@ -127,25 +131,21 @@ def test_an_address_changes(whose: str, lab: Lab, nodes: LabNodes) -> None:
 def test_a_pulled_plug(lab: Lab, nodes: LabNodes) -> None:
     public, client = lab.host("public"), lab.host("client")
     listen(nodes, public)
-    program = connect(nodes, client, public.address)
-    assert program.line() == "connected"
-    assert program.process.stdin is not None
+    program, other = (connect(nodes, client, public.address, port=port) for port in (31331, 31332))
+    assert program.line() == other.line() == "connected"
     with public.plug.pulled():
-        start = time.perf_counter()
-        program.process.stdin.write(f"{LONG}\n")
-        program.process.stdin.flush()
-        time.sleep(0.5)
-    assert float(program.line()) >= 0.5
-    assert time.perf_counter() - start < LONG
+        send(program)
+        assert echoed(other, 0.5) == "TimeoutError"
+    assert float(program.line()) < LONG
 
 
-def test_delays_add_up(lab: Lab, nodes: LabNodes, delays: None, slowness: Slowness) -> None:
+def test_delays_add_up(lab: Lab, nodes: LabNodes, delays: None) -> None:
     public, nat = lab.host("public", delay=0.02), lab.nat("home", delay=0.05)
     listen(nodes, public)
     client = connect(nodes, nat.host("laptop"), public.address)
     assert client.line() == "connected"
-    least = min(float(send(client)) for _ in range(5))
-    assert 0.14 <= least < 0.14 + 0.06 * slowness()
+    # A busy machine hands most of them on late, and none too early.
+    assert next(took for took in (float(echoed(client)) for _ in range(300)) if took < 0.2) >= 0.14
 
 
 def test_a_lan_without_internet(lab: Lab, nodes: LabNodes) -> None:

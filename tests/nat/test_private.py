@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from petalnode.crypto.swarm_key import load_swarm_key
 from tests.nat.lab import Lab
 from tests.nat.nodes import LISTEN, LabNodes, NodeRefused
-from tests.slowness import Slowness
 from tests.swarm.processes import until
 
-SOON = 3.0  # seconds on a quiet machine; what takes some hundredths
 
-
-def test_only_who_has_the_key_gets_in(lab: Lab, nodes: LabNodes, slowness: Slowness) -> None:
+def test_only_who_has_the_key_gets_in(lab: Lab, nodes: LabNodes) -> None:
     meeting, inside, visitor, stranger = (
         lab.host("meeting"),
         lab.nat("home").host("inside"),
@@ -47,16 +42,12 @@ def test_only_who_has_the_key_gets_in(lab: Lab, nodes: LabNodes, slowness: Slown
     wrong = nodes.light(lab.host("wrong"), psk=load_swarm_key(other_key))
     for node, words in ((outsider, "private swarm, which needs its --swarm-key"), (wrong, "another swarm key")):
         assert node.ready
-        start = time.perf_counter()
         with pytest.raises(NodeRefused, match=words):
-            node.ask("open", peer=peer, timeout=30)
-        took = time.perf_counter() - start
-        print(f"told in {took:.2f} s")
-        assert took < SOON * slowness()
+            node.ask("open", peer=peer, timeout=60)
         assert node.ask("connected") == []
     # And the other way round.
     with pytest.raises(NodeRefused, match="it has no swarm key"):
-        server.ask("open", peer=outsider.address, timeout=30)
+        server.ask("open", peer=outsider.address, timeout=60)
 
     refused = nodes.run(stranger, "status", "--peer", peer, "--swarm-key", str(other_key))
     assert refused.code == 3 and "another swarm key" in refused.err and "Traceback" not in refused.err, refused

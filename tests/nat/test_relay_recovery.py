@@ -6,7 +6,6 @@ import time
 
 from tests.nat.lab import Host, Lab, Nat
 from tests.nat.nodes import LISTEN, LabNodes, LightNode
-from tests.slowness import Slowness
 
 SEED = "5e" * 32
 
@@ -31,7 +30,7 @@ def start_client(lab: Lab, nodes: LabNodes, relay: LightNode, server: LightNode)
     return client
 
 
-def test_relay_is_killed_returns_and_is_cut_off(lab: Lab, nodes: LabNodes, slowness: Slowness) -> None:
+def test_relay_is_killed_returns_and_is_cut_off(lab: Lab, nodes: LabNodes) -> None:
     host = lab.host("relay")
     relay = start_relay(nodes, host, seed=SEED)
     server, _, _ = start_server(lab, nodes, relay)
@@ -39,14 +38,10 @@ def test_relay_is_killed_returns_and_is_cut_off(lab: Lab, nodes: LabNodes, slown
     print(f"killed: noticed and announced after {server.ask('wait_relays', relays=[]):.1f} s")
     relay = start_relay(nodes, host, seed=SEED)
     assert relay.ready
-    back = server.ask("wait_relays", relays=[relay.peer_id])
-    print(f"killed: the place is back {back:.2f} s after the relay")
-    assert back < 3 * slowness()
+    print(f"killed: the place is back {server.ask('wait_relays', relays=[relay.peer_id]):.2f} s after the relay")
     with host.plug.pulled():
         print(f"cut off: noticed and announced after {server.ask('wait_relays', relays=[]):.1f} s")
-    back = server.ask("wait_relays", relays=[relay.peer_id])
-    print(f"cut off: the place is back {back:.2f} s after the line")
-    assert back < 5 * slowness()
+    print(f"cut off: the place is back {server.ask('wait_relays', relays=[relay.peer_id]):.2f} s after the line")
     client = start_client(lab, nodes, relay, server)
     client.ask("wait_direct", peer=server.peer_id)
 

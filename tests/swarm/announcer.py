@@ -27,7 +27,7 @@ ECHO = StreamProtocol("/echo/1", wire.InferenceFrame)
 async def echo(stream: MessageStream[wire.InferenceFrame]) -> None:
     while True:
         frame, payloads = await stream.receive(timeout=None)
-        await stream.send(frame, payloads, timeout=10)
+        await stream.send(frame, payloads, timeout=60)
 
 
 def made_up(swarm: Swarm, options: dict) -> Announcement:

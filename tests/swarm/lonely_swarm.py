@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from tests.greedy import generate, prompt
-from tests.slowness import Slowness
 from tests.swarm.fleet import At
 from tests.swarm.memory_pool import MemoryPool
 
@@ -46,11 +44,10 @@ class Lonely:
         self._first = pool.start("0:4")
         self._only = pool.start("4:6")
         self._lost = threading.Event()
-        self.slowness = Slowness()
         self._threads = ThreadPoolExecutor(3)
         self.waits: Future[torch.Tensor] = self._threads.submit(self._generate, True)
         self.gives_up: Future[torch.Tensor] = self._threads.submit(self._generate, False)
-        self.seconds: Future[float] = self._threads.submit(self._lose)
+        self._threads.submit(self._lose)
 
     def _generate(self, wait: bool) -> torch.Tensor:
         for server in (self._first, self._only):
@@ -62,18 +59,12 @@ class Lonely:
         with self._pool.swarm.open_model(AutoDistributedModelForCausalLM, self._folder, wait=wait) as model:
             return generate(model, self.ids, max_new_tokens=20, streamer=At({8: pause}))
 
-    def _lose(self) -> float:
-        """Seconds from the loss to the error."""
+    def _lose(self) -> None:
         self._only.ready  # noqa: B018
-        self.slowness()
         self._only.kill()
-        lost = monotonic()
         self._lost.set()
         try:
             self.gives_up.exception(200)
-            seconds = monotonic() - lost
-            self.slowness()
-            return seconds
         finally:
             self._pool.start("3:6")
 

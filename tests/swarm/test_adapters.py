@@ -239,6 +239,7 @@ class Kill(LogitsProcessor):
         return scores
 
 
+@pytest.mark.usefixtures("patient")
 def test_server_dies_in_middle_of_answer(holding: Holding, models: Path, adapters: Adapters) -> None:
     """The last test here: the swarm is one server short behind it, but what is left still covers the model."""
     ids = prompt(seed=9)

@@ -88,6 +88,7 @@ def test_a_session_under_a_codec(codec: str, pool: MemoryPool, folder: Path, rig
     assert all(error(*pair) <= ROUNDING[codec] for pair in zip(found, right, strict=True))
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("codec", ["float16", "int8"])
 def test_a_replacement_gets_the_same_bytes(
     codec: str, pool: MemoryPool, folder: Path, right: list[torch.Tensor]

@@ -163,6 +163,7 @@ def test_a_lie_in_the_middle_of_an_answer(chains: Chains) -> None:
         assert "not compared" in str(told)
 
 
+@pytest.mark.usefixtures("patient")
 def test_dead_server_is_replaced_by_an_unused_one(chains: Chains) -> None:
     mortal = chains.pool.start("0:6")
     mortal.ready  # noqa: B018

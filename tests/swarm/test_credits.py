@@ -171,10 +171,10 @@ async def test_only_the_holder_is_told_what_it_has(points: PointsSwarm) -> None:
     async with client(points) as swarm:
         peer, addr = parse_peer(points.validator_address)
         swarm.host.remember(peer, [addr])
-        async with swarm.open_stream(peer, CREDITS, timeout=20) as stream:
+        async with swarm.open_stream(peer, CREDITS, timeout=60) as stream:
             for code, frame in bad.items():
-                await stream.send(frame, timeout=20)
-                answer, _ = await stream.receive(timeout=20)
+                await stream.send(frame, timeout=60)
+                answer, _ = await stream.receive(timeout=60)
                 assert answer.error.code == code
         stranger = Wallet(swarm, Identity.generate(), points.validator_address)
         assert (await stranger.credit()).points == 0
@@ -252,7 +252,7 @@ async def test_chat_pays_a_busy_server_and_no_other(points: PointsSwarm) -> None
 
         async def until_announced(free: int) -> None:
             while True:
-                view = await stranger.refresh(timeout=10)
+                view = await stranger.refresh(timeout=60)
                 (found,) = [
                     server for server in view.servers(now=time.time()) if server.peer_id == points.server.peer_id
                 ]
@@ -342,7 +342,7 @@ async def test_pledge_is_backed_by_earnings_and_lost(points: PointsSwarm, home: 
     with trio.fail_after(600):
         async with open_swarm(config) as swarm:
             while True:
-                view = await swarm.refresh(timeout=10)
+                view = await swarm.refresh(timeout=60)
                 found = [server for server in view.servers(now=time.time()) if server.peer_id == pledging.peer_id]
                 pledge = found[0].pledge if found else None
                 if pledge is not None and pledge.holder:

@@ -156,7 +156,7 @@ async def test_evidence_reaches_nodes_unconnected_to_its_finder() -> None:
         bundle = equivocation()
         await finder.publish_evidence(bundle, recomputed=False)
         await until(lambda: all(store.is_banned(LIAR.peer_id) for store in stores))
-        fetched = await finder.fetch_evidence(other.peer_id, bundle.id, addrs=other.addrs, timeout=10)
+        fetched = await finder.fetch_evidence(other.peer_id, bundle.id, addrs=other.addrs, timeout=60)
         assert fetched == bundle
         with pytest.raises((PeerError, Refusal)):
             await finder.fetch_evidence(other.peer_id, b"x" * 32, timeout=10)

@@ -103,7 +103,7 @@ async def test_a_frame_out_of_place_is_refused(name: str, when: str, server: Mem
         session = await RawSession.connect(raw_node, server.ready)
     else:
         session = await RawSession.opened(raw_node, server.ready)
-    await session.stream.send(FIRST_FRAMES[name], timeout=10)
+    await session.stream.send(FIRST_FRAMES[name], timeout=60)
     if name == "close" and when == "in a session":
         with pytest.raises(PeerError):
             await session.receive()
@@ -116,7 +116,7 @@ async def test_a_frame_out_of_place_is_refused(name: str, when: str, server: Mem
 async def test_a_session_that_never_was_cannot_be_resumed(epoch: bytes, server: MemoryServer, raw_node: Swarm) -> None:
     session = await RawSession.connect(raw_node, server.ready)
     resume = wire.Resume(nonce=session.nonce, session_epoch=epoch)
-    await session.stream.send(wire.InferenceFrame(resume=resume), timeout=10)
+    await session.stream.send(wire.InferenceFrame(resume=resume), timeout=60)
     frame, _ = await session.receive()
     assert frame.error.code == wire.ERROR_NOT_FOUND, frame
 
@@ -171,7 +171,7 @@ async def test_a_step_has_one_tensor(count: int, server: MemoryServer, raw_node:
     session = await RawSession.opened(raw_node, server.ready)
     step = wire.Step(sequence=1, position=0, route_epoch=1)
     frame = wire.InferenceFrame(step=step, tensors=[tensor(1, 1, HIDDEN)] * count)
-    await session.stream.send(frame, [values(1)] * count, timeout=10)
+    await session.stream.send(frame, [values(1)] * count, timeout=60)
     answer, _ = await session.receive()
     assert answer.error.code == BAD
 

@@ -273,6 +273,7 @@ def test_unused_session_is_resumed_all_the_same(over: Lines, whole: Any) -> None
     assert torch.equal(out, generate(whole, ids))
 
 
+@pytest.mark.usefixtures("patient")
 def test_where_the_way_stays_cut_others_take_over(
     over: Lines, pool: ServerPool, whole: Any, models: Path, servers: list[PooledServer]
 ) -> None:

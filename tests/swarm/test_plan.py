@@ -13,6 +13,7 @@ from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import environment, petalnode
 from tests.tiny_models import save_tiny
 
+PROVED = ("--seconds", "600")  # though the machine is busy
 MACHINES = {
     "model": {"blocks": 6},
     "client": {"region": "home"},
@@ -37,7 +38,7 @@ def machines(tmp_path: Path) -> Path:
 
 
 def test_a_plan_for_a_file_of_machines(machines: Path, home: Path) -> None:
-    outcome = petalnode("plan", "--machines", str(machines), "--json", env=environment(home))
+    outcome = petalnode("plan", "--machines", str(machines), *PROVED, "--json", env=environment(home))
     assert outcome.code == 0, outcome
     (plan,) = outcome.objects
     assert plan["num_blocks"] == 6 and "now" not in plan
@@ -55,7 +56,7 @@ def test_a_plan_for_a_file_of_machines(machines: Path, home: Path) -> None:
     busiest = plan["busiest"]
     assert {machine["name"] for machine in busiest["machines"]} == {"attic", "fast", "far"}
     assert fastest["tokens_per_second"] < busiest["tokens_per_second"] <= busiest["most_tokens_per_second"]
-    table = petalnode("plan", "--machines", str(machines), env=environment(home))
+    table = petalnode("plan", "--machines", str(machines), *PROVED, env=environment(home))
     assert table.code == 0 and "there is no faster chain" in table.out and "attic" in table.out, table
 
 
@@ -65,7 +66,7 @@ def test_plan_keeps_sharing_blocks_on_one_machine(machines: Path, tmp_path: Path
     fast = {**MACHINES["machines"][1], "blocks": 3}
     near = MACHINES | {"rtt_ms": {"home": {"office": 10}}}
     machines.write_text(json.dumps(near | {"machines": [MACHINES["machines"][0], fast]}))
-    outcome = petalnode("plan", str(folder), "--machines", str(machines), "--json", env=environment(home))
+    outcome = petalnode("plan", str(folder), "--machines", str(machines), *PROVED, "--json", env=environment(home))
     assert outcome.code == 0, outcome
     (plan,) = outcome.objects
     assert plan["together"] == [2, 6] and plan["fastest"]["proved"]
@@ -82,7 +83,9 @@ def test_plan_keeps_sharing_blocks_on_one_machine(machines: Path, tmp_path: Path
 def test_a_plan_with_trusted_machines_at_both_ends(tmp_path: Path, home: Path) -> None:
     file = tmp_path / "machines.json"
     file.write_text(json.dumps(MACHINES | {"machines": [*MACHINES["machines"], *OWN]}))
-    outcome = petalnode("plan", "--machines", str(file), "--trusted-blocks", "1", "--json", env=environment(home))
+    outcome = petalnode(
+        "plan", "--machines", str(file), "--trusted-blocks", "1", *PROVED, "--json", env=environment(home)
+    )
     assert outcome.code == 0, outcome
     (plan,) = outcome.objects
     assert plan["trusted_blocks"] == 1 and plan["fastest"]["proved"]

@@ -120,6 +120,7 @@ async def test_one_salts_clients_share_where_allowed(swarm: MemorySwarm, folder:
             assert await answer(client, local, PREFIX) == (expected(folder, PREFIX), reused)
 
 
+@pytest.mark.usefixtures("patient")
 async def test_dead_server_is_replaced_with_what_came_before(swarm: MemorySwarm, folder: Path) -> None:
     first, second = await serving(swarm, folder, "0:2", "2:6")
     async with opened(swarm, folder) as (client, local):

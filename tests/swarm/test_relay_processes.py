@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +10,6 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.network.host import Host
-from tests.slowness import Slowness
 from tests.swarm.relay_node import ECHO
 from tests.swarm.relays import RelayNode, echoed, host_here, known, stats_of, until
 
@@ -43,10 +41,8 @@ async def test_client_and_relay_notice_each_others_death(start):
         await until(only_ours, "the killed client's place is free")
         await echoed(stream, b"still alive")
         relay.kill()
-        began = time.perf_counter()
         with trio.fail_after(60):
             await stream.wait_lost()
-        print(f"seconds until the client knew: {time.perf_counter() - began:.2f}")
         with pytest.raises(ConnectionError):
             await client.connect(target.peer_id)
 
@@ -65,12 +61,9 @@ async def test_dead_or_still_peer_keeps_no_place(start):
             return stats["circuits"] == 0 and stats["reservations"] == 0
 
         target.signal(signal.SIGSTOP)
-        began = time.perf_counter()
         with trio.fail_after(60):
             await stream.wait_lost()
-        print(f"seconds until the client knew of the frozen peer: {time.perf_counter() - began:.2f}")
         await until(is_free, "the frozen peer's places are free")
-        print(f"seconds until its places were free: {time.perf_counter() - began:.2f}")
 
 
 async def test_client_returns_while_its_old_circuits_die(start):
@@ -100,8 +93,7 @@ async def test_client_returns_while_its_old_circuits_die(start):
         await echoed(stream, b"whatever becomes of the old one")
 
 
-async def test_peer_is_reached_by_its_newest_connection(start, slowness: Slowness) -> None:
-    soon = 5 * slowness()
+async def test_peer_is_reached_by_its_newest_connection(start):
     relay = start()
     seed = Identity.generate().seed.hex()
     old = start(seed=seed, relay=relay.addrs[0])
@@ -110,13 +102,11 @@ async def test_peer_is_reached_by_its_newest_connection(start, slowness: Slownes
         old.signal(signal.SIGSTOP)
         new = start(seed=seed, relay=relay.addrs[0])
         known(client, (new,))
-        began = time.perf_counter()
-        with trio.fail_after(soon):
+        with trio.fail_after(60):
             stream = await client.open_stream(new.peer_id, ECHO)
             await echoed(stream, b"not by way of the frozen one")
-        print(f"seconds: {time.perf_counter() - began:.2f}")
         new.kill()
-        with trio.fail_after(soon):
+        with trio.fail_after(60):
             await stream.wait_lost()
 
         async def nobody() -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -92,10 +91,8 @@ async def test_killed_peer_ends_waiting_read_at_once(echo_node):
             stream = await swarm.new_stream(echo_node.peer_id, ECHO, timeout=60)
             await echo(stream, b"alive")
             nursery.start_soon(trio.to_thread.run_sync, echo_node.kill)
-            start = time.perf_counter()
             with pytest.raises(StreamClosed):
                 await stream.receive(timeout=60)
-            print(f"seconds: {time.perf_counter() - start}")
             with trio.fail_after(60):
                 await stream.wait_lost()
                 await lost.wait()
@@ -110,17 +107,15 @@ async def test_frozen_peer_is_noticed_and_slow_ones_not(echo_node):
         await echo(stream, b"alive")
         echo_node.freeze()
         with pytest.raises(StreamTimeout):
-            await stream.receive(timeout=1.5)
+            await stream.receive(timeout=0.5)
         echo_node.thaw()
         await echo(stream, b"it was a pause")
 
         lost = connection_lost(swarm.host, echo_node.peer_id)
         echo_node.freeze()
-        start = time.perf_counter()
         # Without watching the connection, this would take 100 s and more.
         with pytest.raises(StreamClosed, match="no sign of life"):
             await stream.receive(timeout=60)
-        print(f"seconds: {time.perf_counter() - start}")
         assert lost.is_set()
         echo_node.thaw()
         await echo_once(swarm, echo_node)

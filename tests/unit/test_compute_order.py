@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from petalnode.node.server.steps import ComputeSession
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.inference import Refusal
 from tests.noted_blocks import NotedBlocks
+from tests.patience import eventually
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, save_tiny
 from tests.unit.computing import ALL, TIMEOUT, computing, step, terms
 
@@ -213,14 +215,22 @@ async def test_step_of_session_is_same_beside_pass(blocks: BlockSpan) -> None:
             assert await alone(compute, session) == expected
 
 
-async def test_nothing_is_done_while_nobody_asks(blocks: BlockSpan) -> None:
-    """Counted in processor time of the thread."""
+class NotedQueue(SimpleQueue[Any]):
+    """Tells for how long the last look at it may wait; None: without end."""
+
+    waits: float | None = 0.0
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        self.waits = timeout if block else 0.0
+        return super().get(block, timeout)
+
+
+async def test_nothing_is_done_while_nobody_asks(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute_thread, "SimpleQueue", NotedQueue)
     async with computing(blocks) as compute:
         session = await compute.open(terms(10), "peer", paid=True)
         assert (session.peer, session.paid) == ("peer", True)
-        begun = await compute.call(time.thread_time)
-        await trio.sleep(0.3)
-        assert await compute.call(time.thread_time) - begun < 0.05
+        await eventually(lambda: compute._queue.waits is None, "the thread waits without end")
 
 
 @dataclass(frozen=True)
@@ -316,10 +326,9 @@ async def test_waiting_batch_takes_no_time_from_calls(blocks: BlockSpan, monkeyp
         sessions = [await compute.open(terms(20)) for _ in range(2)]
         async with trio.open_nursery() as nursery:
             nursery.start_soon(compute.step, sessions[0], step(0))
-            await compute.call(lambda: None)
+            await eventually(lambda: looks, "the thread has looked at the step")
             await trio.sleep(0.3)
-            await compute.call(lambda: None)
-            assert looks and looks[-1] == 1 and len(looks) < 10
+            assert looks[-1] == 1 and len(looks) < 10
             go = threading.Event()
             nursery.start_soon(compute.call, partial(go.wait, TIMEOUT))
             await trio.testing.wait_all_tasks_blocked()

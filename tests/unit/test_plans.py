@@ -101,7 +101,7 @@ def fleet_with_a_fast_machine_behind_a_slow_one(others: int) -> Fleet:
 
 
 def test_route_returns_to_a_machine_where_faster() -> None:
-    plan = fastest_plan(fleet_with_a_fast_machine_behind_a_slow_one(others=3), 6)
+    plan = fastest_plan(fleet_with_a_fast_machine_behind_a_slow_one(others=3), 6, seconds=600)
     assert plan.placed == (PlacedMachine(0, Span(0, 6)), PlacedMachine(1, Span(1, 5)))
     assert plan.route == (PlacedMachine(0, Span(0, 1)), PlacedMachine(1, Span(1, 5)), PlacedMachine(0, Span(5, 6)))
     assert plan.proved and plan.seconds == pytest.approx(1.04 + 0.2 + 3 * COST.handling_seconds)
@@ -112,8 +112,8 @@ def test_known_plan_is_taken_if_faster() -> None:
     whole = expected(
         fleet, [PlacedMachine(0, Span(0, 6)), PlacedMachine(2, Span(0, 1)), PlacedMachine(1, Span(1, 5))], 6
     )
-    assert whole.seconds < fastest_plan(fleet, 6).seconds
-    plan = fastest_plan(fleet, 6, known=[whole])
+    assert whole.seconds < fastest_plan(fleet, 6, seconds=600).seconds
+    plan = fastest_plan(fleet, 6, seconds=600, known=[whole])
     assert plan.seconds == whole.seconds and plan.placed == (PlacedMachine(0, Span(0, 6)), PlacedMachine(1, Span(1, 5)))
     assert not plan.proved
 
@@ -147,7 +147,7 @@ def test_a_swarm_is_planned_as_it_is_announced() -> None:
     assert [machine.block_seconds for machine in fleet.machines] == pytest.approx([0.1, 0.2])
     now = present_plan(fleet, BLOCKS)
     assert now.seconds == pytest.approx(0.05 + 0.4 + 0.01 + 0.8 + 0.15 + 2 * COST.handling_seconds)
-    assert fastest_plan(fleet, BLOCKS).seconds == pytest.approx(now.seconds)
+    assert fastest_plan(fleet, BLOCKS, seconds=600).seconds == pytest.approx(now.seconds)
     with pytest.raises(NoChainError):
         present_plan(fleet_of_servers(servers[:1], {"peer-of-the-first": 0.1}), BLOCKS)
 
@@ -158,5 +158,5 @@ def test_absurd_announcements_make_no_absurd_plan() -> None:
         announcement("slow", 0, 8, 1e30, {"liar": math.inf}),
     ]
     fleet = fleet_of_servers(servers, {"liar": math.nan, "slow": 0.1})
-    for plan in (fastest_plan(fleet, BLOCKS), busiest_plan(fleet, BLOCKS), present_plan(fleet, BLOCKS)):
+    for plan in (fastest_plan(fleet, BLOCKS, seconds=600), busiest_plan(fleet, BLOCKS), present_plan(fleet, BLOCKS)):
         assert math.isfinite(plan.seconds) and 0 < plan.tokens_per_second <= 1e5
