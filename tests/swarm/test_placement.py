@@ -18,6 +18,7 @@ import trio
 import trio.testing
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
+from petalnode.node.placement.plan import Policy
 from petalnode.node.server.lifecycle.other_servers import measure_network, serve_transfers
 from petalnode.node.server.lifecycle.rebalancing import PlacementState, join_where_needed, next_move
 from petalnode.node.swarm.config import SwarmConfig
@@ -204,6 +205,24 @@ async def test_two_moving_to_the_same_blocks_settle_it() -> None:
         going = {peer for peer, move in due.items() if move is not None}
         assert going and len(going) < 3
         assert min(due) in going or len(going) == 1
+
+
+@pytest.mark.virtual_time
+async def test_begun_plan_stands_however_often_looked() -> None:
+    async with servers_of(5.0, 2.0, 20.0, 5.0) as every:
+        known = {}
+        for server, span in zip(every, (Span(1, 4), Span(2, 5), Span(0, 4), Span(0, 6)), strict=True):
+            server.placement = PlacementState(server.swarm, MODEL, BLOCKS, Policy(gain=0.4))
+            server.announce(span)
+            known[server.swarm.peer_id] = span
+        await until_all_know(every, known)
+        first, second = every[:2]
+        move = await second.placement.due_move()
+        assert move is not None and move.target == Span(3, 6)
+        first.announce(Span(3, 6))
+        await until_all_know([second], known | {first.swarm.peer_id: Span(3, 6)})
+        for _ in range(3):  # alone it would not pay
+            assert await second.placement.due_move() == move
 
 
 @pytest.mark.virtual_time

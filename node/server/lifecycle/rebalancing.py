@@ -208,8 +208,9 @@ class PlacementState:
             old = time.time() > self._planned_at + OBSERVING.plan_lasts
             rest = self._planned.rest(holders) if self._planned is not None and not old else None
             if rest is None:
-                rest, self._planned_at = await self._make_plan(holders, rate), time.time()
-            plan = self._planned = rest
+                rest = self._planned = await self._make_plan(holders, rate)
+                self._planned_at = time.time()
+            plan = rest
         move = plan.of(self.peer_id)
         if move is None or not may_leave(move, seen.serving, self.num_blocks):
             return None
