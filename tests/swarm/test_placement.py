@@ -336,6 +336,29 @@ async def test_killed_server_is_missed_by_those_who_knew(tmp_path: Path) -> None
 
 
 @pytest.mark.virtual_time
+async def test_restarted_while_asked_in_vain_is_there() -> None:
+    async with servers_of(5.0, 5.0) as (first, restarted):
+        peer_id = restarted.swarm.peer_id
+        first.announce(Span(0, 3))
+        restarted.announce(Span(3, 6))
+        await until_all_know([first], {first.swarm.peer_id: Span(0, 3), peer_id: Span(3, 6)})
+        await first.placement.probe()
+
+        async def ask_in_vain(peer_id: str, *, timeout: float) -> float:
+            before = first.swarm.view.records[peer_id]
+            restarted.announce(Span(3, 6))
+            while first.swarm.view.records[peer_id] is before:
+                await first.swarm.wait_changed()
+            await trio.sleep(1)
+            raise StreamTimeout("at the old address", peer_id)
+
+        first.swarm.is_connected = lambda _: False
+        first.swarm.measure_rtt = ask_in_vain
+        await first.placement.probe()
+        assert not first.placement.gaps()
+
+
+@pytest.mark.virtual_time
 async def test_survivor_closes_the_gap_at_its_first_check() -> None:
     async with servers_of(5.0, 5.0, 5.0) as every:
         *survivors, killed = every

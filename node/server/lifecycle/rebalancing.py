@@ -121,12 +121,11 @@ class PlacementState:
         self.notice()
 
     async def _ask(self, peer_id: str) -> None:
-        record = self._swarm.view.records.get(peer_id)
+        record, now = self._swarm.view.records.get(peer_id), time.time()
         try:
             await self._swarm.measure_rtt(peer_id, timeout=OBSERVING.probe_timeout)
             self._reached.add(peer_id)
         except PeerError:
-            now = time.time()
             if record is not None and (
                 peer_id in self._reached or is_overdue(record.content.sequence / 1e9, record.content.expires, now)
             ):
