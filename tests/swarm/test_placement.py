@@ -25,6 +25,7 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.swarm import open_swarm
 from petalnode.node.testing import MemoryNetwork
+from petalnode.node.testing.memory_servers import memory_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import DOMAIN, Announcement, ServerState, SignedAnnouncement
 from petalnode.protocols.directory import DIRECTORY, TRANSFER
@@ -34,7 +35,7 @@ from tests.connections import connection_lost
 from tests.directory_node import DirectoryNode
 from tests.model_hub import serve_hub
 from tests.slowness import Slowness
-from tests.swarm.processes import LOOPBACK, nodes
+from tests.swarm.processes import LOOPBACK, nodes, until
 from tests.tiny_models import save_tiny
 
 BLOCKS = 6
@@ -415,6 +416,32 @@ async def test_the_network_is_measured_with_those_that_answer(slowness: Slowness
             await greedy.send(wire.TransferFrame(wanted=1 << 29), timeout=DEADLINE)
             with pytest.raises(PeerError):
                 await greedy.receive(timeout=DEADLINE)
+
+
+# --- with blocks
+
+
+def test_blocks_that_cannot_be_had_are_tried_once(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PETALNODE_CHECK_INTERVAL", "0.5")
+    loaded: list[Span] = []
+
+    def computing(blocks: Any) -> Any:
+        loaded.append(blocks.span)
+        if blocks.span == Span(0, 3):
+            raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
+        return blocks
+
+    with memory_swarm() as swarm:
+        leaving = swarm.start(models / "tiny-llama", "0:3")
+        assert leaving.ready
+        server = swarm.start(models / "tiny-llama", num_blocks=3, computing=computing)
+        assert server.span == (3, 6)
+        assert swarm.start(models / "tiny-llama", "3:6").ready
+        leaving.terminate()
+        until(lambda: not server.alive or len(loaded) == 3, "it has its blocks again")
+        until(lambda: not server.alive or swarm.network.view.get(server.peer_id, time.time()).fixed, "it stays")
+        assert server.alive and loaded == [Span(3, 6), Span(0, 3), Span(3, 6)]
+        assert "cannot change to blocks 0:3, stays with 3:6: CUBLAS_STATUS_ALLOC_FAILED" in server.errors
 
 
 # --- processes
