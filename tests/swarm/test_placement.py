@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.node.placement.plan import Policy
 from petalnode.node.server.lifecycle.other_servers import measure_network, serve_transfers
 from petalnode.node.server.lifecycle.rebalancing import PlacementState, join_where_needed, next_move
+from petalnode.node.server.lifecycle.source import ModelSource
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.swarm import open_swarm
@@ -442,6 +444,36 @@ def test_blocks_that_cannot_be_had_are_tried_once(models: Path, monkeypatch: pyt
         until(lambda: not server.alive or swarm.network.view.get(server.peer_id, time.time()).fixed, "it stays")
         assert server.alive and loaded == [Span(3, 6), Span(0, 3), Span(3, 6)]
         assert "cannot change to blocks 0:3, stays with 3:6: CUBLAS_STATUS_ALLOC_FAILED" in server.errors
+
+
+def test_only_holder_by_now_does_not_leave(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PETALNODE_CHECK_INTERVAL", "0.5")
+    fetching, fetched = threading.Event(), trio.Event()
+    weights = ModelSource.weights
+
+    async def slow(source: ModelSource, span: Span) -> Path:
+        path = await weights(source, span)
+        if span == Span(0, 3) and source.options.num_blocks == 3:
+            fetching.set()
+            await fetched.wait()
+        return path
+
+    monkeypatch.setattr(ModelSource, "weights", slow)
+    with memory_swarm() as swarm:
+        assert swarm.start(models / "tiny-llama", "0:3", throughput=10.0).ready
+        server = swarm.start(models / "tiny-llama", num_blocks=3)
+        assert server.span == (3, 6)
+        leaving = swarm.start(models / "tiny-llama", "3:6")
+        until(fetching.is_set, "it fetches blocks 0:3")
+        leaving.terminate()
+
+        def said() -> Any:
+            return swarm.network.view.get(server.peer_id, time.time())
+
+        until(lambda: swarm.network.view.get(leaving.peer_id, time.time()) is None, "it is alone")
+        swarm.change(lambda network: fetched.set())
+        until(lambda: said().next_span is None, "it has decided")
+        assert said().state is ServerState.ONLINE and said().span == Span(3, 6)
 
 
 # --- processes

@@ -211,10 +211,14 @@ class PlacementState:
                 self._planned_at = time.time()
             plan = rest
         move = plan.of(self.peer_id)
-        if move is None or not may_leave(move, seen.serving, self.num_blocks):
+        if move is None or not self.may_go(move, contested=contested):
             return None
         self.reason = why_move(plan, holders, self.num_blocks)
         return move
+
+    def may_go(self, move: Move, *, contested: bool = False) -> bool:
+        """Whether others that serve now hold all that this server would leave."""
+        return may_leave(move, self.seen(contested=contested).serving, self.num_blocks)
 
     async def _make_plan(self, holders: tuple[PlacedServer, ...], rate: float) -> PlacementPlan:
         return await trio.to_thread.run_sync(
