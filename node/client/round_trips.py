@@ -7,7 +7,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -60,6 +60,10 @@ class RoundTrips:
         """Seconds, as they were measured last; None if they never were, or the peer is silent."""
         measured = self._rtts.get(peer_id)
         return None if measured is None else measured[0]
+
+    def keep_only(self, peers: Container[str]) -> None:
+        """Forgets those to all others."""
+        self._rtts = {peer_id: measured for peer_id, measured in self._rtts.items() if peer_id in peers}
 
     def is_under_way(self, peer_id: str) -> bool:
         """Whether the round trip to this peer is being measured."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import trio
 
@@ -96,6 +96,14 @@ class ServerMemory:
     losses: LossRecord = field(default_factory=LossRecord)
     seconds_per_byte: dict[str, Estimate] = field(default_factory=dict)
 
+    def keep_only(self, peers: Container[str]) -> None:
+        """Forgets all others but their losses: keys cost nothing, and a client may run for months."""
+        self.round_trips.keep_only(peers)
+        tables: tuple[dict[str, Any], ...] = (self.suspects, self.seconds_per_byte)
+        for table in tables:
+            for gone in [peer_id for peer_id in table if peer_id not in peers]:
+                del table[gone]
+
 
 class ServerSelection:
     """Measures the servers of `model` and chooses among them; `swarm` is where they announce themselves.
@@ -173,6 +181,7 @@ class ServerSelection:
         servers = [server for server in self.servers() if server.peer_id not in excluded]
         if adapter is not None and adapter.content is None:
             servers = [server for server in servers if adapter.is_held_by(server)]
+        self._known.keep_only(self.swarm.view.records)
         await self._known.round_trips.measure(servers, patient=not excluded, choosy=self._is_choosy())
         # Those whose announcements were old have said what they announce now.
         current = {server.peer_id: server for server in self.servers()}

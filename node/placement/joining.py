@@ -123,7 +123,7 @@ def weakest_window(throughput: Floats, count: int, allowed: Bools | None = None)
     """The span of `count` blocks whose sorted throughputs come first in lexicographic order: equation 1.
 
     `throughput` is float [blocks]. So gaps come first and the weakest blocks next; ties go to the lowest start.
-    `allowed` bool [blocks] are the starts in question, if not all, one at least.
+    `allowed` bool [blocks] are the starts in question, if not all. If none is, all are: strangers announce any number.
     """
     count = min(count, len(throughput))
     values, last = throughput.tolist(), len(throughput) - count
@@ -132,7 +132,7 @@ def weakest_window(throughput: Floats, count: int, allowed: Bools | None = None)
     starts = {start for low in lowest for start in range(max(low - count + 1, 0), min(low, last) + 1)}
     if allowed is not None:
         possible = set(np.flatnonzero(allowed[: last + 1]).tolist())
-        starts = starts & possible or possible
+        starts = starts & possible or possible or starts
     start = min(sorted(starts), key=lambda start: sorted(values[start : start + count]))
     return Span(start, start + count)
 

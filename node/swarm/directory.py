@@ -167,7 +167,7 @@ class Directory:
         Raises:
             PeerError: the peer cannot be reached, or did not answer within `timeout` seconds.
         """
-        opened = False
+        opened, begun = False, time.time()
         try:
             with trio.move_on_after(timeout):
                 async with self._streams.open_stream(peer_id, protocol.DIRECTORY, timeout=timeout) as stream:
@@ -178,7 +178,7 @@ class Directory:
             raise StreamTimeout(f"{peer_id} did not answer within {timeout:g} s", peer_id)
         except PeerError:
             if not opened:
-                self._contacts.failed(peer_id, time.time())
+                self._contacts.failed(peer_id, begun)
             raise
 
     async def pull(

@@ -190,10 +190,14 @@ class ProviderRecords:
         self._searched[what] = (now, answered)
         search = _RecordSearch()
         waiting = iter(random.sample(list(sought), len(sought)))
-        with trio.move_on_after(min(timeout, SEARCH.seconds)):
-            async with trio.open_nursery() as nursery:
-                for _ in range(SEARCH.keys_at_once):
-                    nursery.start_soon(self._find_keys, waiting, search)
+        try:
+            with trio.move_on_after(min(timeout, SEARCH.seconds)):
+                async with trio.open_nursery() as nursery:
+                    for _ in range(SEARCH.keys_at_once):
+                        nursery.start_soon(self._find_keys, waiting, search)
+        except BaseException:
+            del self._searched[what]  # who gave up has not learned that nobody is there
+            raise
         self._searched[what] = (now, search.answered)
         await self._dht.close_opened()
         return search.answered

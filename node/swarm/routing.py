@@ -348,8 +348,11 @@ def _no_chain(
     model_name: str,
 ) -> NoChainError:
     missing = missing_blocks([server.span for server in usable], wanted)
-    held_at_all = missing_blocks([candidate.span for candidate in candidates], wanted)
-    if not held_at_all:
+    if not missing:  # each is held, and some that go together nowhere
+        undivided = sorted({span for server in usable for span in server.undivided})
+        apart = [span for span in undivided if not any(server.span.covers(span) for server in usable)]
+        missing = tuple(block for span in apart for block in range(span.start, span.end))
+    elif not missing_blocks([candidate.span for candidate in candidates], wanted):
         longest = min(
             max(candidate.max_session_length or 0 for candidate in candidates if block in candidate.span)
             for block in missing

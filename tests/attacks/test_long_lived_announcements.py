@@ -244,3 +244,15 @@ def test_made_up_servers_do_not_decide_known_shares() -> None:
     for turn in range(9):
         directory._estimate(known[:100] if turn % 3 else made_up(turn))
     assert directory.view.share == 1.0
+
+
+async def test_announced_while_dialed_in_vain_is_reached() -> None:
+    async def open_stream(peer_id: str, _timeout: float) -> Stream:
+        there.merge([signed(HONEST)])  # it has started again, at another address
+        raise StreamClosed("no way there", peer_id)
+
+    there = a_directory(ATTACKER, open_stream)
+    there._contacts.answered(identity_of(0).peer_id, time.time())
+    with pytest.raises(PeerError):
+        await there.pull(HONEST.peer_id, timeout=5)
+    assert not there.is_unreached(HONEST.peer_id)

@@ -41,6 +41,7 @@ def made_up(swarm: Swarm, options: dict) -> Announcement:
         cache_tokens=4096,
         cache_tokens_free=4096,
         dtype="float32",
+        quantisation=options.get("quantisation", "none"),
     )
 
 

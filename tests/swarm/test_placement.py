@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,12 +19,15 @@ import trio
 import trio.testing
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
+from petalnode.node.placement.plan import Policy
 from petalnode.node.server.lifecycle.other_servers import measure_network, serve_transfers
 from petalnode.node.server.lifecycle.rebalancing import PlacementState, join_where_needed, next_move
+from petalnode.node.server.lifecycle.source import ModelSource
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.swarm import open_swarm
 from petalnode.node.testing import MemoryNetwork
+from petalnode.node.testing.memory_servers import memory_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import DOMAIN, Announcement, ServerState, SignedAnnouncement
 from petalnode.protocols.directory import DIRECTORY, DIRECTORY_LIMITS, TRANSFER
@@ -32,7 +36,7 @@ from petalnode.protocols.ids import Span
 from tests.connections import connection_lost
 from tests.directory_node import DirectoryNode
 from tests.model_hub import serve_hub
-from tests.swarm.processes import LOOPBACK, nodes
+from tests.swarm.processes import LOOPBACK, nodes, until
 from tests.tiny_models import save_tiny
 
 BLOCKS = 6
@@ -206,6 +210,24 @@ async def test_two_moving_to_the_same_blocks_settle_it() -> None:
 
 
 @pytest.mark.virtual_time
+async def test_begun_plan_stands_however_often_looked() -> None:
+    async with servers_of(5.0, 2.0, 20.0, 5.0) as every:
+        known = {}
+        for server, span in zip(every, (Span(1, 4), Span(2, 5), Span(0, 4), Span(0, 6)), strict=True):
+            server.placement = PlacementState(server.swarm, MODEL, BLOCKS, Policy(gain=0.4))
+            server.announce(span)
+            known[server.swarm.peer_id] = span
+        await until_all_know(every, known)
+        first, second = every[:2]
+        move = await second.placement.due_move()
+        assert move is not None and move.target == Span(3, 6)
+        first.announce(Span(3, 6))
+        await until_all_know([second], known | {first.swarm.peer_id: Span(3, 6)})
+        for _ in range(3):  # alone it would not pay
+            assert await second.placement.due_move() == move
+
+
+@pytest.mark.virtual_time
 async def test_joining_fast_server_moves_nobody_else() -> None:
     async with servers_of(1.0, 1.1, 0.9, 1.2, 300.0) as every:
         known = {}
@@ -316,6 +338,29 @@ async def test_killed_server_is_missed_by_those_who_knew(tmp_path: Path) -> None
 
 
 @pytest.mark.virtual_time
+async def test_restarted_while_asked_in_vain_is_there() -> None:
+    async with servers_of(5.0, 5.0) as (first, restarted):
+        peer_id = restarted.swarm.peer_id
+        first.announce(Span(0, 3))
+        restarted.announce(Span(3, 6))
+        await until_all_know([first], {first.swarm.peer_id: Span(0, 3), peer_id: Span(3, 6)})
+        await first.placement.probe()
+
+        async def ask_in_vain(peer_id: str, *, timeout: float) -> float:
+            before = first.swarm.view.records[peer_id]
+            restarted.announce(Span(3, 6))
+            while first.swarm.view.records[peer_id] is before:
+                await first.swarm.wait_changed()
+            await trio.sleep(1)
+            raise StreamTimeout("at the old address", peer_id)
+
+        first.swarm.is_connected = lambda _: False
+        first.swarm.measure_rtt = ask_in_vain
+        await first.placement.probe()
+        assert not first.placement.gaps()
+
+
+@pytest.mark.virtual_time
 async def test_survivor_closes_the_gap_at_its_first_check() -> None:
     async with servers_of(5.0, 5.0, 5.0) as every:
         *survivors, killed = every
@@ -373,6 +418,62 @@ async def test_the_network_is_measured_with_those_that_answer() -> None:
             await greedy.send(wire.TransferFrame(wanted=1 << 29), timeout=DEADLINE)
             with pytest.raises(PeerError):
                 await greedy.receive(timeout=DEADLINE)
+
+
+# --- with blocks
+
+
+def test_blocks_that_cannot_be_had_are_tried_once(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PETALNODE_CHECK_INTERVAL", "0.5")
+    loaded: list[Span] = []
+
+    def computing(blocks: Any) -> Any:
+        loaded.append(blocks.span)
+        if blocks.span == Span(0, 3):
+            raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
+        return blocks
+
+    with memory_swarm() as swarm:
+        leaving = swarm.start(models / "tiny-llama", "0:3")
+        assert leaving.ready
+        server = swarm.start(models / "tiny-llama", num_blocks=3, computing=computing)
+        assert server.span == (3, 6)
+        assert swarm.start(models / "tiny-llama", "3:6").ready
+        leaving.terminate()
+        until(lambda: not server.alive or len(loaded) == 3, "it has its blocks again")
+        until(lambda: not server.alive or swarm.network.view.get(server.peer_id, time.time()).fixed, "it stays")
+        assert server.alive and loaded == [Span(3, 6), Span(0, 3), Span(3, 6)]
+        assert "cannot change to blocks 0:3, stays with 3:6: CUBLAS_STATUS_ALLOC_FAILED" in server.errors
+
+
+def test_only_holder_by_now_does_not_leave(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PETALNODE_CHECK_INTERVAL", "0.5")
+    fetching, fetched = threading.Event(), trio.Event()
+    weights = ModelSource.weights
+
+    async def slow(source: ModelSource, span: Span) -> Path:
+        path = await weights(source, span)
+        if span == Span(0, 3) and source.options.num_blocks == 3:
+            fetching.set()
+            await fetched.wait()
+        return path
+
+    monkeypatch.setattr(ModelSource, "weights", slow)
+    with memory_swarm() as swarm:
+        assert swarm.start(models / "tiny-llama", "0:3", throughput=10.0).ready
+        server = swarm.start(models / "tiny-llama", num_blocks=3)
+        assert server.span == (3, 6)
+        leaving = swarm.start(models / "tiny-llama", "3:6")
+        until(fetching.is_set, "it fetches blocks 0:3")
+        leaving.terminate()
+
+        def said() -> Any:
+            return swarm.network.view.get(server.peer_id, time.time())
+
+        until(lambda: swarm.network.view.get(leaving.peer_id, time.time()) is None, "it is alone")
+        swarm.change(lambda network: fetched.set())
+        until(lambda: said().next_span is None, "it has decided")
+        assert said().state is ServerState.ONLINE and said().span == Span(3, 6)
 
 
 # --- processes

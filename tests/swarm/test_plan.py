@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.swarm.conftest import SharedSwarm
-from tests.swarm.processes import environment, petalnode
+from tests.swarm.processes import environment, nodes, petalnode
 from tests.tiny_models import save_tiny
 
 PROVED = ("--seconds", "600")  # though the machine is busy
@@ -179,3 +179,17 @@ def test_a_swarm_fits_what_its_servers_could_hold(shared_swarm: SharedSwarm, hom
     cwd = shared_swarm.models
     outcome = petalnode("fit", "tiny-llama", "--json", "--peer", shared_swarm.peer, env=environment(home), cwd=cwd)
     assert outcome.code == 0 and all(line["fits"] for line in outcome.objects), outcome
+
+
+def test_strangers_announcements_end_neither_plan_nor_fit(home: Path, tmp_path: Path) -> None:
+    """Of another version with one block of 32; in weights that nobody knows."""
+    model = {"model_name": "meta-llama/Llama-3.1-8B-Instruct", "num_blocks": 32}
+    with nodes(tmp_path) as started:
+        peers = started.announcer(**model, blocks=[0, 32]).event("ready")["addrs"][:1]
+        for stranger in ({"model_version": "00" * 32}, {"quantisation": "int3"}):
+            started.announcer(**model, **stranger, blocks=[0, 1], peers=peers).event("ready")
+        plan = petalnode("plan", model["model_name"], "--peer", peers[0], "--json", env=environment(home))
+        assert plan.code == 0 and len(plan.objects) == 1, plan
+        assert "left out: the machines together hold 1 of 32 blocks" in plan.err, plan
+        fits = petalnode("fit", model["model_name"], "--peer", peers[0], "--json", env=environment(home))
+        assert fits.code == 0 and fits.objects, fits

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from petalnode.node.placement import joining
 from petalnode.node.placement.joining import Newcomer, SpanChoice, choice_of_newcomer, span_for_newcomer
 from petalnode.node.placement.observed import PlacedServer, observe_servers
-from petalnode.node.placement.plan import PlacementPlan
+from petalnode.node.placement.plan import PlacementPlan, Policy
 from petalnode.protocols.announcement import Announcement, ServerState
-from petalnode.protocols.ids import Span
+from petalnode.protocols.ids import Boundaries, Span
 
 SPEEDS = [0.5, 1.0, 2.0, 7.0, 30.0]
 
@@ -206,3 +206,12 @@ def test_few_and_many_newcomers_agree(count: int) -> None:
     held = [sum(block in span for span in spans) for block in range(BLOCKS)]
     assert len(spans) == count
     assert min(held) >= count // 3
+
+
+@pytest.mark.parametrize("count", range(1, 7))
+def test_rivals_impossible_number_of_blocks_is_survived(count: int) -> None:
+    policy = Policy(boundaries=Boundaries(8, 6, undivided=(Span(0, 4),)))
+    rival = PlacedServer("a", Span(0, count), 1.0, movable=False)
+    for span in (Span(4, 6), Span(0, 4), Span(0, 6)):
+        newcomer = Newcomer("b", None, len(span))
+        assert choice_of_newcomer([], [rival], newcomer, 6, policy=policy).span == span

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.network.kad_store import LIFETIME
-from petalnode.node.swarm.provider_records import RECORDS, blocks_sought, keys_of, missing, model_sought, pause_after
+from petalnode.node.swarm.provider_records import (
+    RECORDS,
+    SEARCH,
+    ProviderRecords,
+    blocks_sought,
+    keys_of,
+    missing,
+    model_sought,
+    pause_after,
+)
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import MAX_RANGES, Span, blocks_key, blocks_of_range, model_key, ranges_of
 
@@ -60,3 +73,21 @@ def test_records_are_renewed_early_and_seldom() -> None:
     assert pause_after(50, 1 << 30, 5) == RECORDS.longest_pause <= LIFETIME / 3
     assert pause_after(50, 32_000, 5) == 2000  # 16 bytes a second
     assert pause_after(50, 32_000, 0) == 60
+
+
+@pytest.mark.virtual_time
+async def test_search_that_was_broken_off_begins_anew() -> None:
+    asked = []
+
+    class Silent:
+        async def look_up(self, key: bytes, *, timeout: float) -> None:
+            asked.append(key)
+            await trio.sleep(timeout)
+
+    nobody: Any = SimpleNamespace(host=None)
+    dht: Any = Silent()
+    records = ProviderRecords(streams=nobody, dht=dht, directory=nobody, ttl=45)
+    for count in (1, 2):
+        with trio.move_on_after(1):  # as a step does that waits for a server
+            await records.find(blocks_sought("ab" * 32), timeout=SEARCH.seconds, again=SEARCH.again_quietly)
+        assert len(asked) == count * SEARCH.keys_at_once

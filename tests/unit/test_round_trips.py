@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,14 +14,17 @@ import trio
 
 from petalnode.node.client.deadlines import DEADLINES, rtt_patience
 from petalnode.node.client.round_trips import MEASURES, NEW, RoundTrips, measure_rtts
+from petalnode.node.client.server_selection import BANDWIDTH_BYTES, ServerSelection
+from petalnode.node.client.session.stream import HopTiming
 from petalnode.node.swarm.config import DEFAULT_TTL
 from petalnode.node.swarm.sample import SAMPLING
 from petalnode.node.swarm.swarm import Swarm
-from petalnode.node.testing.memory_network import MemoryNetwork, MemoryNode
+from petalnode.node.swarm.view import SwarmView
+from petalnode.node.testing.memory_network import MemoryNetwork, MemoryNode, open_network
 from petalnode.protocols.announcement import Announcement
 from petalnode.protocols.framing import PeerError
-from petalnode.protocols.ids import Span
-from tests.announcements import plain
+from petalnode.protocols.ids import ALIKE, Span
+from tests.announcements import MODEL, plain
 
 BLOCKS = 4
 ALL = Span(0, BLOCKS)
@@ -190,3 +194,26 @@ async def test_who_does_not_answer_is_named_with_reason() -> None:
         near, silent = here.server(0.2), here.server(None)
         found = await measure_rtts(here.asker, [near.peer_id, silent.peer_id], timeout=5.0)
         assert found[near.peer_id] == pytest.approx(0.2) and isinstance(found[silent.peer_id], PeerError)
+
+
+async def test_nothing_is_kept_of_peers_no_longer_announced() -> None:
+    async with open_network(Asker) as network, trio.open_nursery() as nursery:
+        here, there, gone = (network.node() for _ in range(3))
+        for node in (there, gone):
+            node.announce(plain(node.peer_id, ALL, num_blocks=BLOCKS))
+        model: Any = SimpleNamespace(version=MODEL, num_blocks=BLOCKS, folder=SimpleNamespace(boundaries=ALIKE))
+        selection = ServerSelection(cast(Swarm, here), model, nursery)
+        assert {server.peer_id for server in await selection.candidates()} == {there.peer_id, gone.peer_id}
+        for node in (there, gone):
+            selection.suspect(node.peer_id)
+            selection.note_transfer(HopTiming(node.peer_id, 1.0, 0.0, 0.1), BANDWIDTH_BYTES)
+        await gone.retract()
+        network.view = SwarmView()  # the retraction has expired
+        assert [server.peer_id for server in await selection.candidates()] == [there.peer_id]
+        assert set(selection.suspected) == {there.peer_id}
+        known = {
+            node: (selection.round_trip(node.peer_id), selection.seconds_per_byte(node.peer_id))
+            for node in (there, gone)
+        }
+        assert known[gone] == (None, None) and None not in known[there]
+        nursery.cancel_scope.cancel()

@@ -340,6 +340,14 @@ def test_blocks_in_words(blocks: Sequence[int], text: str) -> None:
     assert describe_blocks(blocks) == text
 
 
+def test_blocks_held_in_parts_only_are_missing() -> None:
+    together = (Span(1, 4),)
+    parts = [replace(one, undivided=together) for one in (server("a", 0, 3), server("b", 2, 6))]
+    with pytest.raises(NoChainError, match="no server of the swarm holds blocks 1:4 ") as caught:
+        cheapest_chain(parts, Span(0, 6))
+    assert caught.value.missing == (1, 2, 3)
+
+
 def test_missing_blocks_of_overlapping_spans() -> None:
     assert missing_blocks([Span(1, 3), Span(2, 4)], ALL) == (0, 4, 5)
 

@@ -121,12 +121,11 @@ class PlacementState:
         self.notice()
 
     async def _ask(self, peer_id: str) -> None:
-        record = self._swarm.view.records.get(peer_id)
+        record, now = self._swarm.view.records.get(peer_id), time.time()
         try:
             await self._swarm.measure_rtt(peer_id, timeout=OBSERVING.probe_timeout)
             self._reached.add(peer_id)
         except PeerError:
-            now = time.time()
             if record is not None and (
                 peer_id in self._reached or is_overdue(record.content.sequence / 1e9, record.content.expires, now)
             ):
@@ -208,13 +207,18 @@ class PlacementState:
             old = time.time() > self._planned_at + OBSERVING.plan_lasts
             rest = self._planned.rest(holders) if self._planned is not None and not old else None
             if rest is None:
-                rest, self._planned_at = await self._make_plan(holders, rate), time.time()
-            plan = self._planned = rest
+                rest = self._planned = await self._make_plan(holders, rate)
+                self._planned_at = time.time()
+            plan = rest
         move = plan.of(self.peer_id)
-        if move is None or not may_leave(move, seen.serving, self.num_blocks):
+        if move is None or not self.may_go(move, contested=contested):
             return None
         self.reason = why_move(plan, holders, self.num_blocks)
         return move
+
+    def may_go(self, move: Move, *, contested: bool = False) -> bool:
+        """Whether others that serve now hold all that this server would leave."""
+        return may_leave(move, self.seen(contested=contested).serving, self.num_blocks)
 
     async def _make_plan(self, holders: tuple[PlacedServer, ...], rate: float) -> PlacementPlan:
         return await trio.to_thread.run_sync(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -14,7 +15,7 @@ import trio
 from ....protocols.announcement import Announcement, ServerState
 from ....protocols.ids import Span
 from ...blocks.kernels.library import library
-from ...errors import MachineError, PetalnodeError, SwarmError
+from ...errors import MachineError, PetalnodeError, SwarmError, reason_of
 from ...models import ModelFolder
 from ...models.cache_dir import size
 from ...models.disk_limit import in_use, keep_within, note_use
@@ -35,6 +36,8 @@ from .speed import SpeedKey, cpu_name, cpu_threads, keep_trial, recall_speed, re
 if TYPE_CHECKING:
     from ...blocks.span import BlockSpan
 
+
+log = logging.getLogger(__name__)
 
 REFRESH_TIMEOUT: Final = 5.0
 STOP_GRACE: Final = 3.0
@@ -102,17 +105,20 @@ class Server:
             began = time.perf_counter()
             try:
                 blocks = await self._load(span)
-            except PetalnodeError as error:
-                if came_from is None and self._context.options == self._asked:
-                    raise
-                if came_from is None:
-                    key = _speed_key(self._context.source, self._asked)
-                    self._context = replace(self._context, options=self._asked, speed_key=key)
-                    self._status(f"not exact to the bit: {error}")
+            except Exception as error:
+                if came_from is not None:
+                    # The blocks that were here a minute ago can be had again. Others would fail at each look.
+                    log.debug("blocks %s cannot be loaded", span, exc_info=error)
+                    self._status(f"cannot change to blocks {span}, stays with {came_from}: {reason_of(error)}")
+                    self._asked = replace(self._asked, gain=None)
+                    self._context = replace(self._context, options=replace(self._context.options, gain=None))
+                    span, came_from = came_from, None
                     continue
-                # The blocks that were here a minute ago can be had again.
-                self._status(f"cannot change to blocks {span}, going back to {came_from}: {error}")
-                span, came_from = came_from, None
+                if not isinstance(error, PetalnodeError) or self._context.options == self._asked:
+                    raise
+                key = _speed_key(self._context.source, self._asked)
+                self._context = replace(self._context, options=self._asked, speed_key=key)
+                self._status(f"not exact to the bit: {error}")
                 continue
             from .span_server import serve_span  # with torch: 2 s, which passed while the network was asked
 

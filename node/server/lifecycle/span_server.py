@@ -224,7 +224,9 @@ class SpanServer:
                 with trio.CancelScope() as self._choosing:
                     move = await next_move(self._context.placement, load, self._announce_move)
                     await self._context.source.weights(move.target)
-                    return move
+                    if self._context.placement.may_go(move):  # fetching took long, and others may have left
+                        return move
+                    self._announce_move(None)
             except PetalnodeError as error:
                 self._context.parts.on_event("status", text=f"stays with its blocks: {error}")
                 await self._rest()

@@ -267,8 +267,9 @@ async def _of_swarm(join: JoinOptions, output: Output) -> tuple[list[MachineCapa
                 output.note(f"left out: servers of {name}, whose size is not known")
                 continue
             for server in view.servers(version, now=now):
-                if is_online(server, num_blocks) and server.step_seconds:
-                    known.append((server, size.block_bytes(_HELD[server.quantisation.partition("/")[0]])))
+                held = _HELD.get(server.quantisation.partition("/")[0])
+                if is_online(server, num_blocks) and server.step_seconds and held is not None:
+                    known.append((server, size.block_bytes(held)))
         rtts = await measured(swarm, [server for server, _ in known], output)
     answering = [(server, block) for server, block in known if server.peer_id in rtts]
     if not answering:

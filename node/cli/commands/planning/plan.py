@@ -11,7 +11,7 @@ import trio
 import typer
 from rich.table import Table
 
-from .....protocols.announcement import Announcement, ServerState
+from .....protocols.announcement import Announcement
 from .....protocols.ids import Boundaries, Span
 from ....client.deadlines import DEADLINES
 from ....errors import BadInput, ModelError, NoChainError, SwarmError
@@ -21,6 +21,8 @@ from ....placement.planning.machines_file import MACHINES, Fleet, MachinesFile, 
 from ....placement.planning.model_sizes import known_model
 from ....placement.planning.plans import FleetPlan, busiest_plan, fastest_plan, fleet_of_servers, present_plan
 from ....placement.planning.trusted import together_in
+from ....swarm.swarm import Swarm
+from ....swarm.view import is_online
 from ...join import JoinOptions, joined, joins_swarm
 from ...model_choice import is_named, served_by
 from ...option import option
@@ -140,21 +142,31 @@ async def _plan_swarm(model: str | None, seconds: float, join: JoinOptions, outp
         if len({name for name, _ in models.values()}) > 1:
             version = await choose_model(models, view.servers(now=now), output)
             models = {version: models[version]}
+        failures = []
         for version, (name, num_blocks) in sorted(models.items()):
-            if num_blocks > MACHINES.max_blocks:
-                raise BadInput(f"{name} has {num_blocks} blocks; a plan can have at most {MACHINES.max_blocks}")
-            servers = [
-                server
-                for server in view.servers(version, now=time.time())
-                if server.state is ServerState.ONLINE and server.num_blocks == num_blocks
-            ]
-            rtts = await measured(swarm, servers, output)
-            answering = [server for server in servers if server.peer_id in rtts]
-            if not answering:
-                raise SwarmError(f"no server of {name} answers: try again in a while")
-            planned = await trio.to_thread.run_sync(_known_here, name, num_blocks)
-            fleet = replace(fleet_of_servers(answering, rtts), boundaries=planned.boundaries)
-            await trio.to_thread.run_sync(_print, output, planned, fleet, seconds, answering)
+            servers = [one for one in view.servers(version, now=time.time()) if is_online(one, num_blocks)]
+            try:
+                await _plan_servers(swarm, name, num_blocks, servers, seconds, output)
+            except (BadInput, SwarmError) as error:  # anybody may announce another version of that name
+                failures.append(error)
+        if len(failures) == len(models):
+            raise failures[0]
+        for failure in failures:
+            output.note(f"left out: {failure}")
+
+
+async def _plan_servers(
+    swarm: Swarm, name: str, num_blocks: int, servers: list[Announcement], seconds: float, output: Output
+) -> None:
+    if num_blocks > MACHINES.max_blocks:
+        raise BadInput(f"{name} has {num_blocks} blocks; a plan can have at most {MACHINES.max_blocks}")
+    rtts = await measured(swarm, servers, output)
+    answering = [server for server in servers if server.peer_id in rtts]
+    if not answering:
+        raise SwarmError(f"no server of {name} answers: try again in a while")
+    planned = await trio.to_thread.run_sync(_known_here, name, num_blocks)
+    fleet = replace(fleet_of_servers(answering, rtts), boundaries=planned.boundaries)
+    await trio.to_thread.run_sync(_print, output, planned, fleet, seconds, answering)
 
 
 def _print(
