@@ -34,6 +34,10 @@ class SplitCache(SpanCache):
         self.specs = tuple(spec for part in self.parts for spec in part.specs)
         self.nbytes = sum(part.nbytes for part in self.parts)
 
+    @property
+    def settled(self) -> bool:
+        return all(part.settled for part in self.parts)
+
     def read(self, start: int, end: int) -> Sequence[HeldTokens]:
         return [held for part in self.parts for held in part.read(start, end)]
 

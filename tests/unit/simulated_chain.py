@@ -31,13 +31,15 @@ MOST_STEP = 28  # tokens
 @dataclass(frozen=True)
 class Line:
     """Seconds of the way between two hosts, and of a step at each server: `fixed` and `each` per token. The
-    answers to the steps with the numbers `late` come 0.2 s later, whatever the chain is asked."""
+    answers to the steps with the numbers `late` come 0.2 s later, whatever the chain is asked. `embedding`: seconds
+    before a step of a draft is sent."""
 
     one_way: float
     servers: int
     fixed: float
     each: float
     late: frozenset[int] = frozenset()
+    embedding: float = 0.0
 
     def cost(self, tokens: int) -> float:
         return self.fixed + self.each * tokens
@@ -181,6 +183,7 @@ class SimulatedText:
 
     async def embed(self, tokens: list[int], position: int, steps: int = 0) -> list[WireTensor]:
         assert tokens and position + len(tokens) < len(self.text)
+        await trio.sleep(self.chain.line.embedding)
         return [cast(WireTensor, Tokens(len(tokens)))]
 
     async def first(

@@ -11,9 +11,10 @@ import torch
 
 from petalnode.node.blocks.caches.states import SNAPSHOT
 from petalnode.node.blocks.span import load_span
+from petalnode.node.blocks.split import SplitSpan
 from petalnode.node.server.prefixes import PrefixUse
 from petalnode.node.server.steps import StepInput
-from petalnode.protocols.ids import AXES, PLAIN, Layout
+from petalnode.protocols.ids import AXES, PLAIN, Layout, Span
 from petalnode.protocols.prefix import PrefixNames
 from petalnode.protocols.tensors import encode
 from tests.tiny_models import save_tiny
@@ -22,9 +23,12 @@ from tests.unit.computing import ALL, computing, terms
 TOKENS, MORE = SNAPSHOT, 4
 
 
+@pytest.mark.parametrize("cuts", [(ALL,), (Span(0, 3), Span(3, ALL.end))], ids=["whole", "split"])
 @pytest.mark.parametrize("picture", [False, True])
-async def test_kept_blocks_have_their_tokens_positions(picture: bool, tmp_path: Path) -> None:
-    blocks = load_span(save_tiny("qwen4_exp", tmp_path / "model"), ALL)
+async def test_kept_blocks_have_their_tokens_positions(picture: bool, cuts: tuple[Span, ...], tmp_path: Path) -> None:
+    folder = save_tiny("qwen4_exp", tmp_path / "model")
+    blocks, *others = [load_span(folder, cut) for cut in cuts]
+    blocks = SplitSpan([blocks, *others]) if others else blocks
     hidden = torch.randn(1, TOKENS + MORE, blocks.stack.width(), generator=torch.Generator().manual_seed(0))
     number = torch.arange(TOKENS + MORE)
     positions = torch.stack([number // 4, number % 8, number // 2]).view(AXES, -1)

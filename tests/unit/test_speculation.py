@@ -200,6 +200,15 @@ def test_answer_goes_on_without_a_broken_draft_model(no_threads: None, caplog: p
     assert "guesses no more in this conversation: DefaultCPUAllocator" in caplog.text
 
 
+def test_guesses_that_were_right_were_drafted(no_threads: None) -> None:
+    """Also those whose tokens are chosen while their step is made ready."""
+    text, prompt = never_twice(160)
+    line = Line(0.0002, 2, 0.008, 0.001, embedding=0.002)
+    drafted = answer(text, prompt, line, drafts=True, model=SimulatedModel(text, 0.01, 1000))
+    assert drafted.tokens == text
+    assert drafted.counts.accepted == drafted.counts.drafted > 50
+
+
 @pytest.mark.parametrize("late", [range(3, 7), range(12, 16)], ids=["at-the-beginning", "later"])
 def test_network_delays_are_not_blamed_on_drafts(no_threads: None, late: range) -> None:
     text, prompt = guessable(4, 0.0, 30)

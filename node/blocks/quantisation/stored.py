@@ -91,14 +91,14 @@ class StoredQuantised:
             return _scaled(self._read(source), scale, self.scheme.block)
         codes, zeros = self._codes(module, source)
         groups = self._groups(module, codes.shape[1], scale.shape[1])
-        opened = torch.empty(codes.shape)
+        scale, opened = scale.expand(len(codes), -1), torch.empty(codes.shape)
+        zeros = None if zeros is None else zeros.expand(len(codes), -1)
         for start in range(0, len(codes), _ROWS):
             rows = slice(start, start + _ROWS)
-            own = scale[rows] if len(scale) > 1 else scale
             part = codes[rows].float()
             if zeros is not None:
                 part -= zeros[rows].float()[:, groups]
-            opened[rows] = part * own[:, groups]
+            opened[rows] = part * scale[rows][:, groups]
         return opened
 
     def _read(self, key: str) -> torch.Tensor:

@@ -220,6 +220,7 @@ class Speculation:
                 return False
         size = min(self.plan.step_tokens(unsent), self.most_step_tokens)
         start, end = self._sent, self._sent + size
+        drafted = end - max(start, len(self.answer.tokens))  # some of it may be answered before it is sent
         asked = _SentStep(start, end, trio.current_time(), not self._asked)
         self._sent = end
         self._asked.append(asked)
@@ -227,7 +228,6 @@ class Speculation:
         if not await self.pipeline.ask(chunk, start):
             self._asked.pop()
             return False
-        drafted = end - max(start, len(self.answer.tokens))
         if drafted > 0:
             self.plan.counts = self.plan.counts.plus(drafted=drafted, steps=1)
         return True
