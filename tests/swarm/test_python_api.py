@@ -286,6 +286,17 @@ def test_a_session_goes_on_after_beam_search(model: Model, whole: Any) -> None:
         assert torch.equal(generate(model, several, session=session), generate(whole, several))
 
 
+@pytest.mark.parametrize("lengths", [(9, 6), (9, 9)])
+def test_a_session_refuses_other_padding(lengths: tuple[int, ...], model: Model) -> None:
+    ids, other = prompt(2, 9), {(9, 6): (9, 9), (9, 9): (6, 9)}[lengths]
+    with model.inference_session(max_length=60) as session:
+        made = generate(model, ids, session=session, attention_mask=left_padded(*lengths))
+        with pytest.raises(BadInput, match="padding"):
+            generate(model, made, session=session, attention_mask=left_padded(*(12 + length for length in other)))
+        again = generate(model, made, session=session, attention_mask=left_padded(*(12 + one for one in lengths)))
+        assert torch.equal(again[:, : made.shape[1]], made)
+
+
 def test_mixed_steps_equal_one_pass(model: Model) -> None:
     hidden = torch.randn(2, 21, HIDDEN, generator=torch.Generator().manual_seed(0))
     expected = model.remote_blocks(hidden)

@@ -211,6 +211,10 @@ class DistributedModelForCausalLM(DistributedModel):
         session = cache.session
         if not isinstance(session, InferenceSession):
             raise BadInput("past_key_values is not supported: use generate(), or inference_session() and its step()")
+        if session.left_padding not in (None, padding):
+            raise BadInput(
+                "this session began with other padding, which it keeps: open another with inference_session()"
+            )
         if (context.prompts is not None or context.lora) and session.adapter is None:
             raise BadInput("deep prompts and LoRA have to be given when a session is opened: generate without session=")
         if call.layout.positions is None:
