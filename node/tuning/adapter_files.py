@@ -128,18 +128,18 @@ def copy_adapter(source: Path, target: Path) -> None:
     """Puts the adapter's files into `target`, which then holds no other files of an adapter.
 
     Raises:
-        MachineError: the disk is full or cannot be written.
+        MachineError: the disk is full or cannot be written; what was there before is unchanged.
     """
+    files = {path.name: path for path in files_of(source)}
     with disk_errors(target, "Copying the adapter", WRITE_ADVICE):
-        target.mkdir(parents=True, exist_ok=True)
-        for name in FILES:
-            (target / name).unlink(missing_ok=True)
-        for path in files_of(source):
-            shutil.copyfile(path, target / path.name)
+        write_files(target, files)
+        for stale in FILES:
+            if stale not in files:
+                (target / stale).unlink(missing_ok=True)
 
 
-def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Puts `files` into `folder`, each whole: all are written before the first one takes its name.
+def write_files(folder: Path, files: Mapping[str, bytes | Path]) -> None:
+    """Puts `files` into `folder`, each whole: all are written, or copied, before the first one takes its name.
 
     Raises:
         OSError: they cannot be written; what was there before is unchanged.
@@ -148,9 +148,12 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     unfinished = {name: folder / f".{name}.{os.getpid()}.tmp" for name in files}
     try:
         for name, path in unfinished.items():
-            with path.open("wb") as file:
-                file.write(files[name])
-                file.flush()
+            content = files[name]
+            if isinstance(content, Path):
+                shutil.copyfile(content, path)
+            else:
+                path.write_bytes(content)
+            with path.open("rb+") as file:
                 os.fsync(file.fileno())
         for name, path in unfinished.items():
             os.replace(path, folder / name)

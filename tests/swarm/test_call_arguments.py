@@ -135,3 +135,29 @@ def test_generate_honours_what_transformers_honours(options: dict[str, Any], mod
     ids = prompt(1, 5)
     given = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
     assert torch.equal(model.generate(ids, **given, **options), whole.generate(ids, **given, **options))
+
+
+@pytest.mark.parametrize(
+    ("own", "options"),
+    [
+        ({"max_new_tokens": 30}, {"generation_config": GenerationConfig(do_sample=False)}),
+        ({"max_new_tokens": 30}, {"max_length": 12}),
+        ({"max_length": 40}, {"generation_config": GenerationConfig(do_sample=False)}),
+        ({"cache_implementation": "hybrid"}, {"max_new_tokens": 6}),  # of Gemma 2
+    ],
+)
+def test_model_s_own_generation_config_is_merged(
+    own: dict[str, Any], options: dict[str, Any], model: Model, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in own.items():
+        monkeypatch.setattr(model.transformers_model.generation_config, name, value)
+        monkeypatch.setattr(whole.generation_config, name, value)
+    ids = prompt(1, 5)
+    given = {"pad_token_id": 0, "attention_mask": torch.ones_like(ids), **options}
+    assert torch.equal(model.generate(ids, **given), whole.generate(ids, **given))
+
+
+def test_answer_without_length_ends_with_the_model(model: Model, whole: Any) -> None:
+    ids = prompt(1, whole.config.max_position_embeddings - 5)
+    given = {"pad_token_id": 0, "attention_mask": torch.ones_like(ids), "do_sample": False}
+    assert torch.equal(model.generate(ids, **given), whole.generate(ids, **given))

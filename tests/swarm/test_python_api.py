@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from petalnode import AutoDistributedModelForSequenceClassification
@@ -279,6 +280,21 @@ def test_a_session_goes_on_after_beam_search(model: Model, whole: Any) -> None:
         assert torch.equal(beams, generate(whole, prompt(1, 6), num_beams=4))
         again = generate(model, prompt(4, 5), session=session)
         assert torch.equal(again, generate(whole, prompt(4, 5)))
+    config = GenerationConfig(num_beams=3, num_return_sequences=3, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    with model.inference_session(max_length=60) as session:
+        several = model.generate(prompt(1, 9), session=session, generation_config=config)
+        assert torch.equal(generate(model, several, session=session), generate(whole, several))
+
+
+@pytest.mark.parametrize("lengths", [(9, 6), (9, 9)])
+def test_a_session_refuses_other_padding(lengths: tuple[int, ...], model: Model) -> None:
+    ids, other = prompt(2, 9), {(9, 6): (9, 9), (9, 9): (6, 9)}[lengths]
+    with model.inference_session(max_length=60) as session:
+        made = generate(model, ids, session=session, attention_mask=left_padded(*lengths))
+        with pytest.raises(BadInput, match="padding"):
+            generate(model, made, session=session, attention_mask=left_padded(*(12 + length for length in other)))
+        again = generate(model, made, session=session, attention_mask=left_padded(*(12 + one for one in lengths)))
+        assert torch.equal(again[:, : made.shape[1]], made)
 
 
 def test_mixed_steps_equal_one_pass(model: Model) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification
 from petalnode import AutoDistributedModelForCausalLM, AutoDistributedModelForSequenceClassification, PromptTuning
 from petalnode.node.client.api.causal_lm import DistributedModelForCausalLM
 from petalnode.node.errors import BadInput, NoChainError
+from tests.peft_adapters import peft
 from tests.swarm.conftest import ServedInMemory
 from tests.swarm.plain_tuning import PlainTuning, close
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole, save_tiny
@@ -305,6 +306,27 @@ def test_prompts_generate(deep: bool, model: DistributedModelForCausalLM) -> Non
     assert torch.equal(with_cache, tuned.generate(ids, use_cache=False, **options))
     soft = PromptTuning(model, PREFIX, init=tuned.prompt_embeddings).generate(ids, **options)
     assert torch.equal(soft, with_cache) != deep
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_length": 20},
+        {"min_length": 20, "max_new_tokens": 20, "eos_token_id": list(range(3, 60))},
+        {"no_repeat_ngram_size": 1, "max_new_tokens": 30},
+        {"return_dict_in_generate": True, "max_new_tokens": 6},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_prompts_generate_as_in_peft(options: dict[str, Any], model: DistributedModelForCausalLM, whole: Any) -> None:
+    tuned, ids = PromptTuning(model, PREFIX), tokens(2, 9)
+    plain = peft.get_peft_model(whole, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=PREFIX))
+    plain.prompt_encoder.default.embedding.weight.data.copy_(tuned.prompt_embeddings.data)
+    given = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "do_sample": False, **options}
+    got, expected = tuned.generate(ids, **given), plain.generate(input_ids=ids, **given)
+    if "return_dict_in_generate" in options:
+        got, expected = got.sequences, expected.sequences
+    assert torch.equal(got, expected)
 
 
 def test_what_cannot_be_sent_is_said(model: DistributedModelForCausalLM) -> None:

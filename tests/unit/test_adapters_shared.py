@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -59,6 +60,22 @@ def test_only_what_an_adapter_needs_travels(tmp_path: Path) -> None:
         place.push(folder, "mine", replace=False)
     place.push(folder, "mine", replace=True)
     assert place.search(None, ())[0].tags == ()
+
+
+def test_copy_onto_itself_or_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, mine = FolderRepository(tmp_path), adapter(tmp_path / "mine")
+    before = {path: path.read_bytes() for path in files_of(mine)}
+    place.push(mine, "mine", replace=False)
+    place.pull("mine", mine)
+    other = adapter(tmp_path / "other", replace(NOTE, tags=("other",)))
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(MachineError):
+        place.push(other, "mine", replace=True)
+    assert {path: path.read_bytes() for path in files_of(mine)} == before
 
 
 def test_searching_a_folder(tmp_path: Path) -> None:

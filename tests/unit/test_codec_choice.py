@@ -132,5 +132,13 @@ def test_gradients_are_scaled_to_the_codecs_bits(size: float) -> None:
         assert kept.norm() < 1e-3 * gradient.double().norm() < lost.norm()
 
 
+def test_the_least_gradients_stay_finite() -> None:
+    """Those of a classifier that is sure of all rows."""
+    for size in (1e-38, 1e-44):
+        gradient = torch.tensor([[[size, 0.0]]])
+        scaled = gradient * gradient_scale(gradient)
+        assert torch.isfinite(scaled).all() and scaled[0, 0, 0] > 0
+
+
 def test_a_gradient_of_nothing_stays_as_it_is() -> None:
     assert gradient_scale(torch.zeros(1, 2, 3)) == 1.0

@@ -41,6 +41,8 @@ _NOT_IN_A_SESSION: Final = {
     "cache_config": _OWN_CACHE,
 }
 """What a generation configuration may hold that a session does not honour, and why not."""
+_IGNORED: Final = (("guidance_scale", 1), ("cache_implementation", "hybrid"))
+"""Values of those that transformers ignores as well. Checkpoints of Gemma 2 and 3 have the latter."""
 
 
 def forward_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def check_generate(kwargs: Mapping[str, Any], default: GenerationConfig) -> None
     config = kwargs.get("generation_config") or default
     for name, why in _NOT_IN_A_SESSION.items():
         value = getattr(config, name, None) if kwargs.get(name) is None else kwargs[name]
-        if not _changes_nothing(name, value) and (name, value) != ("guidance_scale", 1):
+        if not _changes_nothing(name, value) and (name, value) not in _IGNORED:
             raise BadInput(f"{name} is not supported: {why}")
 
 

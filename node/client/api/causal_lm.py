@@ -16,16 +16,13 @@ from ..generation.drafting import DraftCounts
 from ..generation.mtp_head import mtp_head
 from ..session_adapter import SessionAdapter
 from .arguments import check_generate, take_images
-from .generating import BatchDecoding, GenerateOptions, take_draft_options, takes_loop, with_loop
+from .generating import BatchDecoding, GenerateOptions, merged_config, take_draft_options, takes_loop, with_loop
 from .inference_session import InferenceSession
 from .model import DistributedModel
 from .opening import ModelOptions, OpenedModel, open_model, takes_model_options
 from .remote import forward_context
 from .row_drafts import first_gain
 from .tuning import soft_prompt
-
-DEFAULT_GENERATED_LENGTH = 20
-"""Tokens that transformers generates if no length is given."""
 
 
 class AutoDistributedModelForCausalLM:
@@ -176,8 +173,9 @@ class DistributedModelForCausalLM(DistributedModel):
         may_become_long = self._local.original_length is not None and length > self._local.original_length
         is_free = is_new and session.adapter is None and self._local.prompt is None and not may_become_long
         decoding = BatchDecoding(self._local, self._blocks, session, options, self._draft_gain, is_free)
+        config, arguments = merged_config(kwargs, self.transformers_model)
         # Where a long text begins, all of it is embedded anew, in a thread that has no prompts.
-        if not (self._local.prompt is not None and may_become_long) and takes_loop(kwargs, self.transformers_model):
+        if not (self._local.prompt is not None and may_become_long) and takes_loop(kwargs, config, arguments):
             kwargs = with_loop(kwargs, self.transformers_model, decoding)
         tokens = input_ids.tolist()
         # The last token is always sent: its output is what the next one is chosen from.
@@ -189,20 +187,21 @@ class DistributedModelForCausalLM(DistributedModel):
         result = self.transformers_model.generate(input_ids, past_key_values=cache, use_cache=True, **kwargs)
         self.drafts = decoding.drafts
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        beams = kwargs.get("num_beams") or self.transformers_model.generation_config.num_beams or 1
-        if beams == 1 and sequences.shape[0] == session.batch_size:
+        if config.num_beams == 1 and sequences.shape[0] == session.batch_size:
             session.tokens = sequences[:, : session.position].tolist()
         return result
 
     def _total_length(self, prompt: int, kwargs: dict[str, Any]) -> int:
-        config = kwargs.get("generation_config") or self.transformers_model.generation_config
-        new = kwargs.get("max_new_tokens") or (
-            None if kwargs.get("max_length") else getattr(config, "max_new_tokens", None)
-        )
-        if new:
-            return prompt + int(new)
-        total = kwargs.get("max_length") or getattr(config, "max_length", None)
-        return max(int(total) if total else prompt + DEFAULT_GENERATED_LENGTH, prompt + 1)
+        """The tokens of a row at most, as transformers counts them."""
+        model = self.transformers_model
+        config, _ = merged_config(kwargs, model)
+        if config.max_new_tokens:
+            return prompt + int(config.max_new_tokens)
+        own = (kwargs.get("generation_config"), model.generation_config)
+        if kwargs.get("max_length") or any(one is not None and one.max_length for one in own):
+            return max(int(config.max_length), prompt + 1)
+        total: int = prompt + config.max_length  # of new tokens, where nobody gave it
+        return min(total, getattr(model.config, "max_position_embeddings", None) or total)
 
     def _run_in_session(self, hidden: torch.Tensor, call: RemoteCall, cache: RemoteCache) -> torch.Tensor:
         context = forward_context()
@@ -212,6 +211,10 @@ class DistributedModelForCausalLM(DistributedModel):
         session = cache.session
         if not isinstance(session, InferenceSession):
             raise BadInput("past_key_values is not supported: use generate(), or inference_session() and its step()")
+        if session.left_padding not in (None, padding):
+            raise BadInput(
+                "this session began with other padding, which it keeps: open another with inference_session()"
+            )
         if (context.prompts is not None or context.lora) and session.adapter is None:
             raise BadInput("deep prompts and LoRA have to be given when a session is opened: generate without session=")
         if call.layout.positions is None:

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 import trio
 from transformers.cache_utils import DynamicCache
-from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
@@ -106,11 +106,19 @@ def _fixed_drafts(kwargs: Mapping[str, Any], looked_up: bool) -> FixedDrafts | N
     return FixedDrafts(tokens if looked_up else 0, tokens)
 
 
-def takes_loop(kwargs: dict[str, Any], model: Any) -> bool:
-    """Whether the answers of `generate` are made by the loop over tokens. Greedy and sampled ones are, if nothing is
-    given that only the whole model takes. Beam search and loops of the caller's own are left to transformers."""
+def merged_config(kwargs: Mapping[str, Any], model: Any) -> tuple[GenerationConfig, Mapping[str, Any]]:
+    """What transformers' `generate` does with these arguments, whoever gave them; and those for the model.
+
+    What neither the arguments nor their `generation_config` say is as in the model's own.
+    """
     given = {name: value for name, value in kwargs.items() if name not in _NAMED and value is not None}
     config, arguments = model._prepare_generation_config(kwargs.get("generation_config"), **given)
+    return config, arguments
+
+
+def takes_loop(kwargs: Mapping[str, Any], config: GenerationConfig, arguments: Mapping[str, Any]) -> bool:
+    """Whether the answers of `generate` are made by the loop over tokens. Greedy and sampled ones are, if nothing is
+    given that only the whole model takes. Beam search and loops of the caller's own are left to transformers."""
     config.prompt_lookup_num_tokens = None  # of which `GenerateOptions` knows
     one_by_one = config.get_generation_mode() in _ONE_BY_ONE
     return one_by_one and kwargs.get("custom_generate") is None and arguments.keys() <= _OF_THE_MODEL

@@ -79,6 +79,14 @@ class InferenceSession:
         return None if self._session is None else self._session.spec.batch
 
     @property
+    def left_padding(self) -> tuple[int, ...] | None:
+        """As the first step gave it; empty if no row has any. None before that step."""
+        if self._session is None:
+            return None
+        padding = self._session.spec.left_padding
+        return padding if any(padding) else ()
+
+    @property
     def route(self) -> list[tuple[str, tuple[int, int]]]:
         """(peer id, (first block, end)) of every server of the chain; empty before the first step."""
         if self._session is None:

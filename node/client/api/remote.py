@@ -333,7 +333,7 @@ def gradient_scale(gradient: torch.Tensor) -> float:
     so the results are divided by it exactly. This is loss scaling (Micikevicius et al. 2018, section 3.2), for each
     pass anew."""
     largest = float(gradient.detach().abs().amax())
-    return 2.0 ** (5 - math.frexp(largest)[1]) if largest > 0 else 1.0
+    return 2.0 ** min(5 - math.frexp(largest)[1], 126) if largest > 0 else 1.0  # more is infinite in float32
 
 
 class _RemoteFunction(torch.autograd.Function):

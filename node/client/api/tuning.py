@@ -88,27 +88,32 @@ class PromptTuning(nn.Module):
             return model(ids, attention_mask=mask, labels=labels, **kwargs)
 
     @torch.no_grad()
-    def generate(
-        self, input_ids: torch.Tensor, *, attention_mask: torch.Tensor | None = None, **kwargs: Any
-    ) -> torch.Tensor:
-        """The model's generate after the virtual tokens; returns the sequences without them."""
-        model = self._model[0]
-        if kwargs.get("use_cache") is False:
-            ids, mask = self._prefixed(input_ids, attention_mask)
-            with model.prompted(self.prompt_embeddings, self.deep_prompts):
-                sequences: torch.Tensor = model.generate(ids, attention_mask=mask, **kwargs)
-            return sequences[:, self.num_virtual_tokens :]
-        # A session supports padding at the left only, so the virtual tokens come after the padding.
-        count = self.num_virtual_tokens
-        seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        starts = seen.argmax(dim=1).cpu()
-        ids, mask = self._prefixed(input_ids, seen)
-        mask = torch.cat([seen.new_zeros((len(seen), count)), seen], dim=1)
-        mask = mask.scatter(1, (starts.unsqueeze(1) + torch.arange(count)).to(mask.device), 1)
+    def generate(self, input_ids: torch.Tensor, *, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """The model's generate after the virtual tokens, which are not counted; returns the sequences without them."""
+        model, count = self._model[0], self.num_virtual_tokens
+        config = kwargs.get("generation_config") or model.transformers_model.generation_config
+        for name in ("max_length", "min_length"):
+            if length := kwargs.get(name) or getattr(config, name, None):
+                kwargs[name] = length + count
+        ids, mask = self._prefixed(input_ids, attention_mask)
+        starts = None
+        if kwargs.get("use_cache") is not False:
+            # A session supports padding at the left only, so the virtual tokens come after the padding.
+            seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            starts = seen.argmax(dim=1).cpu()
+            mask = torch.cat([seen.new_zeros((len(seen), count)), seen], dim=1)
+            mask = mask.scatter(1, (starts.unsqueeze(1) + torch.arange(count)).to(mask.device), 1)
+        if mask is not None:
+            ids[:, :count] = ids[:, count : count + 1]  # logits processors see these: one that they see anyway
         with model.prompted(self.prompt_embeddings, self.deep_prompts, starts=starts):
-            sequences = model.generate(ids, attention_mask=mask, **kwargs)
+            found: Any = model.generate(ids, attention_mask=mask, **kwargs)
+        sequences: torch.Tensor = found if isinstance(found, torch.Tensor) else found.sequences
         given = input_ids.repeat_interleave(len(sequences) // len(input_ids), dim=0)
-        return torch.cat([given, sequences[:, ids.shape[1] :]], dim=1)
+        sequences = torch.cat([given, sequences[:, ids.shape[1] :]], dim=1)
+        if isinstance(found, torch.Tensor):
+            return sequences
+        found.sequences = sequences
+        return found
 
     def _prefixed(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
