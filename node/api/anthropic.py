@@ -26,8 +26,6 @@ from .parts import REQUEST_LIMITS, function_tool, parts_of, template_call
 Message = dict[str, Any]
 
 _THOUGHTS: Final = ("thinking", "redacted_thinking")
-
-
 _AS_OPENAI: Final = {"stop": "stop_sequences", "response_format": "output_config.format.schema"}
 
 

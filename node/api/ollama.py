@@ -30,7 +30,7 @@ from .parts import REQUEST_LIMITS, function_tool, picture_of, template_call
 
 _DEFAULTS: Final = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 """The sampling of Ollama where a request does not say."""
-_SAME: Final = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "stop")
+_SAME: Final = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "stop")
 _OPTIONS: Final = {**dict(zip(_SAME, _SAME, strict=True)), "repetition_penalty": "repeat_penalty"}
 _AS_OPENAI: Final = {**{name: f"options.{own}" for name, own in _OPTIONS.items()}, "response_format": "format"}
 _LATEST: Final = ":latest"
@@ -92,7 +92,6 @@ def _translated(fields: Fields) -> Fields:
     fields.refuse(think="the model cannot be told to think")
     options, most = fields.object("options") or Fields({}, "options."), REQUEST_LIMITS.largest
     chosen = {name: options.get(own) for name, own in _OPTIONS.items()}
-    chosen["top_k"] = options.integer("top_k", 0, most)
     limit, seed = options.integer("num_predict", -most, most), options.integer("seed", -(1 << 63), (1 << 63) - 1)
     return fields.translated(
         _AS_OPENAI,
@@ -233,6 +232,7 @@ def ollama_routes(core: Core) -> list[BaseRoute]:
         Route("/api/pull", endpoints.pull, methods=["POST"]),
         Route("/api/show", endpoints.show, methods=["POST"]),
         Route("/api/embed", endpoints.embed, methods=["POST"]),
+        Route("/api/embeddings", endpoints.embeddings, methods=["POST"]),
         Route("/api/chat", endpoints.chat, methods=["POST"]),
         Route("/api/generate", endpoints.generate, methods=["POST"]),
     ]
@@ -264,24 +264,32 @@ class _OllamaEndpoints:
     async def show(self, request: Request) -> Response:
         core = self._core
         model = core.model(model_name(await read_fields(request, self._core)))
-        config = core.client.model.folder.config
-        family = self._family
+        details = self._details()
+        family = details["family"]
         capabilities = ["completion", *(["tools"] if tool_form(core.text.template) is not None else [])]
         capabilities += ["vision"] if core.takes_pictures else []
         return JSONResponse(
             {
                 "template": core.text.template,
-                "details": self._details(),
+                "details": details,
                 "model_info": {
                     "general.architecture": family,
                     f"{family}.block_count": core.client.model.num_blocks,
                     f"{family}.context_length": core.context(model),
-                    f"{family}.embedding_length": config.get("hidden_size"),
+                    f"{family}.embedding_length": core.client.model.folder.config.get("hidden_size"),
                 },
                 "capabilities": capabilities,
                 "modified_at": self._since,
             }
         )
+
+    async def embeddings(self, request: Request) -> Response:
+        """What `embed` has replaced, for one text."""
+        fields = await read_fields(request, self._core)
+        asked = fields.translated({"input": "prompt"}, ("x_petalnode",), input=fields.text("prompt"))
+        model = self._core.model(model_name(fields))
+        (vector,), _ = await embedded(self._core, request.state.owner, model, asked, "mean")
+        return JSONResponse({"embedding": vector})
 
     async def embed(self, request: Request) -> Response:
         fields = await read_fields(request, self._core)
@@ -319,12 +327,8 @@ class _OllamaEndpoints:
         line = {"model": model.name, "created_at": timestamp(), "done": True, "done_reason": "load", **empty}
         return JSONResponse(line)
 
-    @property
-    def _family(self) -> str:
-        return str(self._core.client.model.folder.config.get("model_type", "unknown"))
-
     def _details(self) -> dict[str, Any]:
-        family = self._family
+        family = str(self._core.client.model.folder.config.get("model_type", "unknown"))
         return {"parent_model": "", "format": "safetensors", "family": family, "families": [family]}
 
     def _listed(self, model: ServedModel) -> dict[str, Any]:

@@ -171,14 +171,6 @@ def stop_strings(fields: Fields, name: str) -> tuple[str, ...]:
     return stop
 
 
-def positive(fields: Fields, name: str) -> float:
-    """A number above 0, at most 1, which it is unless given. Raises ApiError."""
-    value = fields.number(name, 1.0, 0, 1)
-    if value == 0:
-        raise fields.wrong(name, "0 leaves no token: for greedy decoding set temperature to 0")
-    return value
-
-
 def metadata(fields: Fields) -> dict[str, str]:
     """What a client notes with what it asks for. Raises ApiError."""
     given = fields.object("metadata")

@@ -128,10 +128,12 @@ class Chatter:
         self._reader: LineReader | None = None
         self._answer: PlainAnswer = PlainAnswer(self.output)
         self._wanted: str | None = None
+        self.settings: list[list[str]] = []  # what was typed behind /set
         self.dialogue = opening(self.system)
         self.unfinished = False  # whether the answer to the newest question was cut off, or never came
         if self.saved is not None and self.saved.dialogue.turns:
             self.dialogue, self.unfinished = self.saved.dialogue, self.saved.unfinished
+            self.system = self.system or self.dialogue.system
 
     def show_past(self) -> None:
         """What was said in an earlier run, as it looked there."""
@@ -184,7 +186,9 @@ class Chatter:
                 self.unfinished = False
                 await self._answer_or_say_why(question)
             case "set":
-                self.sampling = changed(self.sampling, rest.split()) if rest else self.sampling
+                if rest:
+                    self.sampling = changed(self.sampling, rest.split())
+                    self.settings.append(rest.split())
                 self.output.say(f"({described(self.sampling)})", style="dim")
             case "save" | "load" | "copy":
                 self._file_away(name, rest)
@@ -215,17 +219,17 @@ class Chatter:
             return
         if not rest:
             raise BadInput(f"/{name} takes the name of a file")
-        path = Path(rest).expanduser()
+        try:
+            path = Path(rest).expanduser()
+        except RuntimeError as error:
+            raise BadInput(f"{rest}: {error}") from None
         if name == "save":
             save_dialogue(path, self.dialogue)
             self.output.say(f"(written to {path})", style="dim")
             return
-        self.dialogue, self.unfinished = read_dialogue(path), False
-        first = self.dialogue.turns[:1]
-        self.system = first[0].content if first and first[0].role == "system" else None
-        last = self.dialogue.turns[-1:]
-        if last and last[0].role == "user":  # /retry asks it
-            self.unfinished = True
+        self.dialogue = read_dialogue(path)
+        self.system = self.dialogue.system
+        self.unfinished = any(turn.role == "user" for turn in self.dialogue.turns[-1:])  # /retry asks it
         self.output.say(f"({asked_so_far(self.dialogue)}; /retry asks the last one again)", style="dim")
 
     async def _answer_or_say_why(self, question: str) -> None:

@@ -45,6 +45,11 @@ class Dialogue:
         return replace(self, turns=(*self.turns, ChatMessage(role, content, pictures)))
 
     @property
+    def system(self) -> str | None:
+        """What stands before the first question."""
+        return self.turns[0].content if self.turns and self.turns[0].role == "system" else None
+
+    @property
     def questions(self) -> int:
         return sum(turn.role == "user" for turn in self.turns)
 
@@ -56,7 +61,7 @@ class Dialogue:
 
     def without_oldest(self) -> Dialogue | None:
         """Without the oldest question and its answer; None if only the newest question is left."""
-        start = 1 if self.turns and self.turns[0].role == "system" else 0
+        start = int(self.system is not None)
         end = start + 1
         while end < len(self.turns) and self.turns[end].role != "user":
             end += 1
@@ -74,15 +79,12 @@ def fit(
         What is left, its tokens, and how many turns went. If the newest question alone is too long, its tokens are
         more than `limit`: the caller says so.
     """
-    dropped = 0
+    turns = len(dialogue.turns)
     while True:
         tokens = tokenize(dialogue.turns)
-        if len(tokens) <= limit:
-            return dialogue, tokens, dropped
-        shorter = dialogue.without_oldest()
+        shorter = dialogue.without_oldest() if len(tokens) > limit else None
         if shorter is None:
-            return dialogue, tokens, dropped
-        dropped += len(dialogue.turns) - len(shorter.turns)
+            return dialogue, tokens, turns - len(dialogue.turns)
         dialogue = shorter
 
 
@@ -377,7 +379,7 @@ def read_dialogue(path: Path) -> Dialogue:
         raise BadInput(f"cannot read {path}: {error.strerror}") from None
     except (BadJson, LookupError, TypeError, ValueError):
         raise BadInput(f"{path} is no conversation: /save FILE writes one") from None
-    first = 1 if turns and turns[0].role == "system" else 0
+    first = int(Dialogue(turns).system is not None)
     for number, turn in enumerate(turns):
         role = "system" if number < first else ("user", "assistant")[(number - first) % 2]
         if turn.role != role or not isinstance(turn.content, str):

@@ -146,6 +146,7 @@ BODIES: Final[dict[str, dict[str, Any]]] = {
         **_OPTIONS,
     },
     "/api/embed": {"model": MODEL, "input": ["some", "text"]},
+    "/api/embeddings": {"model": MODEL, "prompt": "some"},
     "/api/show": {"model": MODEL},
     "/api/pull": {"model": MODEL, "stream": False},
     "/v1/embeddings": {"model": MODEL, "input": ["a", [1, 2]], "encoding_format": "float", "pooling": "mean"},

@@ -394,3 +394,10 @@ def test_hostile_lines_are_faults(content: bytes, code: str) -> None:
     assert (faults[0].line, faults[0].code) == (1, code)
     assert len(read_input(b"{\n" * 1000, CHAT, 1000)[1]) == 20
     assert read_input(lines([request(str(number)) for number in range(11)]), CHAT, 10)[1][0].code == "too_many_requests"
+
+
+def test_full_batch_may_end_with_blank_lines() -> None:
+    full = lines([request(str(number)) for number in range(10)])
+    requests, faults = read_input(full + b"\n" * 10, CHAT, 10)
+    assert len(requests) == 10 and not faults
+    assert read_input(full + b"\n" * 11, CHAT, 10)[1][0].code == "too_many_requests"

@@ -55,6 +55,7 @@ def test_embeddings_are_those_of_openai(other: ollama.Client, api: MemoryApi) ->
     assert [list(one) for one in found.embeddings] == [one["embedding"] for one in wanted["data"]]
     assert found.prompt_eval_count == wanted["usage"]["prompt_tokens"]
     assert len(other.embed(MODEL, "some").embeddings) == 1
+    assert list(other.embeddings(MODEL, "some").embedding) == list(found.embeddings[0])
     with pytest.raises(ollama.ResponseError, match="one size only"):
         other.embed(MODEL, "some", dimensions=8)
 
@@ -87,6 +88,8 @@ def test_a_chat_says_what_openais_says(other: ollama.Client, client: Any) -> Non
 def test_a_text_by_the_template_and_without(other: ollama.Client, client: Any) -> None:
     expected = other.chat(model=MODEL, messages=MESSAGES, options=GREEDY).message.content
     assert other.generate(model=MODEL, prompt="say something", options=GREEDY).response == expected
+    likeliest = {"num_predict": 12, "top_k": -1, "top_p": 0}  # of all tokens the first, at any temperature
+    assert other.generate(model=MODEL, prompt="say something", options=likeliest).response == expected
     raw = client.completions.create(model=MODEL, prompt="say something", temperature=0, max_tokens=12)
     lines = other.generate(model=MODEL, prompt="say something", raw=True, options=GREEDY, stream=True, logprobs=True)
     found = list(lines)

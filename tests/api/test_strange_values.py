@@ -61,7 +61,7 @@ def test_numbers_as_small_or_large_as_can_be(asking: httpx.Client) -> None:
     chat: dict[str, Any] = {"model": "tiny-llama", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     limits = {
         "temperature": (5e-324, 1e-300, 1e-30, 99),
-        "top_p": (5e-324, 1e-30, 1),
+        "top_p": (0, 5e-324, 1e-30, 1),
         "min_p": (5e-324, 1),
         "repetition_penalty": (0.01, 100),
         "seed": (-(2**63), 2**63 - 1),

@@ -21,7 +21,7 @@ from petalnode.node.client.deadlines import Waits
 from petalnode.node.client.generation.conversation import Sampling
 from petalnode.node.client.generation.drafting import DraftPlan
 from petalnode.node.client.session.chain import Interruption
-from petalnode.node.errors import MachineError, ServerFailed
+from petalnode.node.errors import BadInput, MachineError, ServerFailed
 from petalnode.node.swarm.routing import Hop
 from petalnode.protocols.ids import Span
 from tests.full_disk import full_disk
@@ -163,6 +163,26 @@ async def test_unanswered_question_is_kept_out_of_prompts(tmp_path: Path, capsys
     await talk.obey("next")
     assert conversation.asked[-1] == Letters().tokenize([ChatMessage("user", "next")])
     assert json.loads(file.read_text())["turns"] == [["user", "next"], ["assistant", "y"]]
+
+
+async def test_system_prompt_is_that_of_kept_conversation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "chat.json"
+    talk, _ = chatter(file, [ord("y")])
+    await talk.obey("/system be brief")
+    await talk.obey("hi")
+    again, _ = chatter(file)
+    capsys.readouterr()
+    await again.obey("/system")
+    assert capsys.readouterr().out == "(system prompt: be brief)\n"
+    await again.obey("/new")
+    assert again.dialogue.turns == (ChatMessage("system", "be brief"),)
+
+
+async def test_path_of_an_unknown_home_is_refused(tmp_path: Path) -> None:
+    talk, _ = chatter(tmp_path / "chat.json")
+    for command in ("save", "load"):
+        with pytest.raises(BadInput, match="~no-such-person/said"):  # which a chat at a terminal says, and goes on
+            await talk.obey(f"/{command} ~no-such-person/said")
 
 
 async def test_a_disk_that_becomes_full_ends_no_conversation(

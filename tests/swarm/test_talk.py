@@ -157,7 +157,8 @@ def test_another_model_goes_on_with_what_was_said(
     capsys: pytest.CaptureFixture[str],
     is_kept: bool,
 ) -> None:
-    lines = ("one", "/model nobody/has-it", "two", f"/model {other}", "three", "/system be brief", "/model", "/quit")
+    lines = ("/set max_new_tokens 7", "one", "/model nobody/has-it", "two", f"/model {other}", "three")
+    lines += ("/system be brief", "/model", "/set", "/quit")
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join([*lines, ""])))
     file = tmp_path / "kept.json"
     with held_chat(file) as saved:
@@ -166,6 +167,7 @@ def test_another_model_goes_on_with_what_was_said(
     said = capsys.readouterr()
     assert "nobody/has-it" in said.err and "Traceback" not in said.err
     assert "served in this swarm:" in said.out and "other-llama" in said.out
+    assert said.out.count("(max_new_tokens 7, ") == 2  # when it was set, and of the other model
     first, second, third = map(len, Opened.asked)  # each prompt has all that was said before
     assert second > first + 6 and third > second + 6
     if is_kept:

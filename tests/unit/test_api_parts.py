@@ -213,7 +213,7 @@ def test_fields_are_read_typed_or_refused_by_name() -> None:
         ("stop", [""]),
         ("stop", ["x"] * 17),
         ("n", 0),
-        ("top_p", 0),
+        ("top_p", -0.1),
         ("logit_bias", {"x": 1}),
         ("logit_bias", {"1": "1"}),
         ("max_tokens", 0),

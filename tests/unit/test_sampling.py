@@ -54,6 +54,14 @@ def test_large_vocabularys_top_p_is_transformers(spread: float, top_p: float) ->
     assert torch.isfinite(given).any()
 
 
+@pytest.mark.parametrize("top_p", [0.0, 5e-324, 1e-30])
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, 5000])
+def test_least_top_p_leaves_likeliest_token(top_p: float, vocabulary: int) -> None:
+    scores = torch.randn(vocabulary, generator=torch.Generator().manual_seed(7))
+    sampler = Sampler(Sampling(temperature=1.0, top_p=top_p))
+    assert {sampler.next([3], scores) for _ in range(20)} == {int(scores.argmax())}
+
+
 def test_low_temperature_is_almost_greedy() -> None:
     cold, hot = (Sampler(Sampling(temperature=t, seed=0)) for t in (0.01, 50.0))
     peaked = torch.zeros(VOCABULARY)
@@ -69,7 +77,7 @@ def test_half_precision_logits() -> None:
 @pytest.mark.parametrize(
     "options",
     [{"max_new_tokens": 0}, {"temperature": -0.1}, {"temperature": 100.0}, {"temperature": float("nan")},
-     {"top_p": 0.0}, {"top_p": 1.1}, {"top_p": float("nan")}],
+     {"top_p": -0.1}, {"top_p": 1.1}, {"top_p": float("nan")}, {"seed": 1 << 64}],
     ids=str,
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(options: dict[str, float]) -> None:

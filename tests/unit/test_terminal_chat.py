@@ -214,7 +214,15 @@ def test_settings_are_changed_by_name() -> None:
     assert (sampling.temperature, sampling.max_new_tokens, sampling.seed) == (0.5, 7, 3)
     assert changed(sampling, ["seed", "none"]).seed is None
     assert "temperature 0.5" in described(sampling) and "logit_bias" not in described(sampling)
-    for words in (["temperature"], ["colour", "red"], ["logit_bias", "1"], ["top_k", "0.5"], ["top_p", "7"], []):
+    for words in (
+        ["temperature"],
+        ["colour", "red"],
+        ["logit_bias", "1"],
+        ["top_k", "0.5"],
+        ["top_p", "7"],
+        ["seed", "9" * 20],
+        [],
+    ):
         with pytest.raises(BadInput):
             changed(sampling, words)
 

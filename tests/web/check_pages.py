@@ -204,6 +204,38 @@ def test_branches_conversations_and_what_stays(site: Site, opened: Opener) -> No
     expect(page.locator(".conversations li")).to_have_count(1)
 
 
+def test_chat_deleted_while_answered_stays_deleted(site: Site, opened: Opener) -> None:
+    page = opened(site.url)
+    settle(page, max_tokens=1500)
+    ask(page, "Count from 1 to 500 in words, one number a line.")
+    page.wait_for_selector(".chain.live .hop")
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Delete Count").click()
+    expect(page.locator("[role=status]").first).to_have_text("Stopped.")
+    expect(page.locator(".conversations li")).to_have_count(0)
+    page.reload()
+    page.wait_for_selector("pn-page[data-ready]")
+    expect(page.locator(".conversations li")).to_have_count(0)
+
+
+def test_chat_in_two_tabs_loses_no_answer(site: Site, opened: Opener) -> None:
+    page = opened(site.url)
+    settle(page, max_tokens=8)
+    ask(page, "Say hello.")
+    wait_answered(page)
+    other = page.context.new_page()
+    other.goto(site.url)
+    other.wait_for_selector("pn-page[data-ready]")
+    ask(other, "And again.")
+    wait_answered(other, 2)
+    wait_answered(page, 2)
+    ask(page, "And once more.")
+    wait_answered(page, 3)
+    page.reload()
+    page.wait_for_selector("pn-page[data-ready]")
+    expect(page.locator(".message.assistant")).to_have_count(3)
+
+
 def test_by_keyboard_alone(site: Site, opened: Opener) -> None:
     page = opened(site.url)
     settle(page, max_tokens=12)

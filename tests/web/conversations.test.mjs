@@ -3,6 +3,8 @@ import { test } from "node:test";
 
 import { add, branches, exported, imported, mentions, messagesTo, newConversation, path, restored, titleOf, turn } from "../../node/web/static/conversations.js";
 import { chosen, PICTURES } from "../../node/web/static/pictures.js";
+import { NO_ROUTE } from "../../node/web/static/route.js";
+import { Storage } from "../../node/web/static/storage.js";
 
 function asked() {
   const chat = newConversation(1);
@@ -62,9 +64,21 @@ test("an answer of which nothing came is not sent", () => {
 test("an answer that a closed page left open has stopped", () => {
   const { chat, answer } = asked();
   answer.state = "answering";
+  answer.route = { ...NO_ROUTE, waiting: { peer: "a", blocks: [0, 3], lost: true, reason: "gone", seconds: 30 } };
   const again = restored(JSON.parse(JSON.stringify(chat)));
   assert.equal(again.nodes[answer.id].state, "stopped");
+  assert.equal(again.nodes[answer.id].route.waiting, null); // nothing looks for another server any more
   for (const data of [null, {}, { id: "a" }, { id: "a", nodes: { b: {} }, top: {} }]) assert.equal(restored(data), null);
+});
+
+test("an answer goes on while a browser without storage reads its chats", async () => {
+  const { chat, answer } = asked();
+  answer.state = "answering";
+  delete globalThis.BroadcastChannel; // an open one keeps Node from ending
+  const storage = await new Storage().open();
+  await storage.put(chat);
+  const [read] = await storage.all();
+  assert.deepEqual([read.nodes[answer.id].state, answer.state], ["stopped", "answering"]);
 });
 
 test("titles are one short line of whole characters", () => {

@@ -137,10 +137,8 @@ class _BatchEndpoints:
     # --- batches
 
     async def create(self, request: Request) -> Response:
-        fields, owner = (
-            parse_object(await read_body(request, UPLOADS.body_bytes), UPLOADS.body_bytes),
-            request.state.owner,
-        )
+        owner, body = request.state.owner, await read_body(request, UPLOADS.body_bytes)
+        fields = parse_object(body, UPLOADS.body_bytes)
         endpoint = fields.one_of("endpoint", ENDPOINTS, "")
         fields.one_of("completion_window", ("24h",), "")
         name = fields.text("input_file_id")

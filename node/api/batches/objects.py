@@ -86,21 +86,21 @@ def read_input(
     faults: list[InputFault] = []
     known: set[str] = set()
     for number, text in enumerate(io.BytesIO(content), 1):
-        if len(found) >= most or number > 2 * most:
+        blank = not text.strip()
+        if number > 2 * most or (len(found) >= most and not blank):
             return [], [InputFault("too_many_requests", f"a batch has {most:,} requests at most", number)]
         if len(faults) >= _MAX_ERRORS:
             break
-        if not text.strip():
+        if blank:
             continue
         try:
             custom_id, body = _request(text, endpoint, line_bytes)
+            if custom_id in known:
+                told = f"the custom_id {custom_id[:100]!r} is there twice"
+                raise ApiError(400, told, code="duplicate_custom_id")
         except ApiError as error:
             faults.append(InputFault(error.code or "invalid_request", str(error), number))
             continue
-        if custom_id in known:
-            faults.append(
-                InputFault("duplicate_custom_id", f"the custom_id {custom_id[:100]!r} is there twice", number)
-            )
         known.add(custom_id)
         found.append((number, custom_id, body))
     if not found and not faults:
@@ -116,9 +116,7 @@ def _request(text: bytes, endpoint: str, line_bytes: int) -> tuple[str, str]:
         raise fields.wrong("custom_id", "1 to 512 characters are expected")
     fields.one_of("method", ("POST",), "")
     fields.one_of("url", (endpoint,), "")
-    body = fields.object("body")
-    if body is None:
-        raise fields.wrong("body", "it is missing", "missing_field")
+    body = fields.needed("body")
     if body.flag("stream"):
         raise body.wrong("stream", "answers of a batch are not streamed", "unsupported_parameter")
     return custom_id, json.dumps(body.data, ensure_ascii=False)

@@ -17,7 +17,6 @@ from ..parts import (
     function_call,
     function_tool,
     known_tool,
-    positive,
     schema_grammar,
     session_options,
     stop_strings,
@@ -125,7 +124,7 @@ def sampling(fields: Fields) -> Sampling:
     """How tokens are chosen, by the fields that all of OpenAI's endpoints for text have. Raises ApiError."""
     return Sampling(
         temperature=fields.number("temperature", 1.0, 0, 99),
-        top_p=positive(fields, "top_p"),
+        top_p=fields.number("top_p", 1.0, 0, 1),
         seed=fields.integer("seed", -(1 << 63), (1 << 63) - 1),
         top_k=max(0, fields.integer("top_k", -1, REQUEST_LIMITS.largest) or 0),
         min_p=fields.number("min_p", 0.0, 0, 1),

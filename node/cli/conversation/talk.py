@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -37,7 +37,7 @@ from .client_parts import ClientParts
 from .kept import KEPT, kept_chats, kept_folder
 from .options import ChatOptions
 from .reader import QuestionReader
-from .settings import for_a_person
+from .settings import changed, for_a_person
 
 if TYPE_CHECKING:
     from ...client.generation.conversation import Conversation
@@ -282,6 +282,8 @@ class Talk:
         if self.before is not None:
             chatter.system = self.before.system
             chatter.dialogue, chatter.unfinished = self.before.dialogue, self.before.unfinished
+            chatter.settings = self.before.settings
+            chatter.sampling = reduce(changed, chatter.settings, sampling)
         return chatter
 
 

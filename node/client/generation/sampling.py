@@ -27,7 +27,7 @@ MAX_BIASES: Final = 1024
 _LIKELIEST: Final = 512
 """Tokens that are sorted before all of a large vocabulary are."""
 _COLDEST: Final = 1e-10
-"""Logits divided by less may be more than float32 holds; it leaves the likeliest token only, as all below do."""
+"""A temperature or top-p that leaves the likeliest token only. Of less, float32 may not hold logits or shares."""
 _DRAWN_AHEAD: Final = 1 << 16
 """Random numbers of a token that are drawn before its logits are there: 49,152 take half a millisecond."""
 
@@ -118,7 +118,7 @@ class AheadSampler(Protocol):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Temperature 0 is greedy; `seed` makes sampling repeatable.
+    """How the next token is chosen. Temperature 0 is greedy, and so is `top_p` 0; `seed` makes sampling repeatable.
 
     Attributes:
         top_k: number of likeliest tokens that are chosen from; 0 is all.
@@ -145,17 +145,19 @@ class Sampling:
             raise BadInput(f"{self.max_new_tokens} new tokens are none: ask for 1 or more")
         if not 0 <= self.temperature < 100:
             raise BadInput(f"a temperature of {self.temperature} is out of range: 0 is greedy, 0.7 is usual")
-        if not 0 < self.top_p <= 1:
-            raise BadInput(f"a top-p of {self.top_p} is out of range: above 0, at most 1")
+        if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 64:
+            raise BadInput(f"a seed of {self.seed} is out of range: give a number of at most 64 bits")
         if self.top_k < 0:
             raise BadInput(f"a top-k of {self.top_k} is out of range: 1 or more, or 0 for all")
-        if not 0 <= self.min_p <= 1:
-            raise BadInput(f"a min-p of {self.min_p} is out of range: from 0 to 1")
-        if not 0.01 <= self.repetition_penalty <= 100:
-            raise BadInput(f"a repetition penalty of {self.repetition_penalty} is out of range: 1 changes nothing")
-        for name, penalty in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
-            if not -2 <= penalty <= 2:
-                raise BadInput(f"a {name} penalty of {penalty} is out of range: from -2 to 2")
+        for name, value, low, high in (
+            ("top-p", self.top_p, 0, 1),
+            ("min-p", self.min_p, 0, 1),
+            ("repetition penalty", self.repetition_penalty, 0.01, 100),
+            ("presence penalty", self.presence_penalty, -2, 2),
+            ("frequency penalty", self.frequency_penalty, -2, 2),
+        ):
+            if not low <= value <= high:
+                raise BadInput(f"a {name} of {value} is out of range: from {low} to {high}")
         if len(self.logit_bias) > MAX_BIASES:
             raise BadInput(f"{len(self.logit_bias)} logit biases are too many: {MAX_BIASES} at most")
         for token, bias in self.logit_bias.items():
@@ -216,7 +218,7 @@ class Sampler:
             if sampling.top_k:
                 self._warpers.append(TopKLogitsWarper(sampling.top_k))
             if sampling.top_p < 1:
-                self._warpers.append(TopP(sampling.top_p))
+                self._warpers.append(TopP(max(sampling.top_p, _COLDEST)))
             if sampling.min_p:
                 self._warpers.append(MinPLogitsWarper(sampling.min_p))
         self._repetition = (

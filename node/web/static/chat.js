@@ -174,6 +174,7 @@ class Chat extends HTMLElement {
     }
     node.seconds = (performance.now() - begun) / 1000;
     if (node.route.waiting) node.route = { ...node.route, waiting: null };
+    conversation.updated = Date.now();
     this.#answers.delete(node.id);
     this.#say({ done: "The answer is complete.", stopped: "Stopped.", failed: node.error }[node.state]);
     if (this.conversation === conversation) this.#paintAll();

@@ -96,6 +96,7 @@ export function restored(data) {
     if (!isChild(data.nodes, node.chosen, id)) return null;
     if (node.state === "answering") node.state = "stopped";
     if (node.route && !isRoute(node.route)) node.route = null;
+    if (node.route) node.route.waiting = null;
     if (node.route?.receipts) delete node.route.receipts.checked; // whoever made the file can have written it
     if ("pictures" in node) node.pictures = kept(node.pictures);
   }

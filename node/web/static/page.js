@@ -115,6 +115,7 @@ class Page extends HTMLElement {
 
   /** Keeps a conversation that has changed. */
   async keep(conversation) {
+    if (conversation.removed) return; // while it was answered
     if (!this.conversations.includes(conversation)) this.conversations.unshift(conversation);
     this.conversations.sort((one, other) => other.updated - one.updated);
     this.#paintList();
@@ -129,6 +130,8 @@ class Page extends HTMLElement {
   async #reload() {
     const busy = this.conversations.filter((one) => this.chat.isAnswering(one));
     const stored = await this.storage.all();
+    const current = stored.find(({ id }) => id === this.current?.id);
+    if (current?.updated > this.current?.updated && !busy.includes(this.current)) this.show(current); // another tab has gone on with it
     const keep = new Map([...busy, this.current].filter(Boolean).map((one) => [one.id, one]));
     this.conversations = stored.map((one) => keep.get(one.id) ?? one);
     this.#paintList();
@@ -136,6 +139,7 @@ class Page extends HTMLElement {
 
   async #remove(conversation) {
     if (!confirm(`Delete “${conversation.title || "New chat"}”?`)) return;
+    conversation.removed = true;
     this.chat.stopIn(conversation);
     this.conversations = this.conversations.filter((one) => one !== conversation);
     await this.storage.remove(conversation.id);

@@ -37,7 +37,8 @@ export class Storage {
   /** All conversations, the last one used first. */
   async all() {
     const kept = this.#database ? await this.#run("readonly", (store) => store.getAll()) : [];
-    const found = [...kept.filter(({ id }) => !this.#memory.has(id)), ...this.#memory.values()];
+    // `restored` stops answers: what is in memory goes on being answered.
+    const found = [...kept.filter(({ id }) => !this.#memory.has(id)), ...structuredClone([...this.#memory.values()])];
     return found.map(restored).filter(Boolean).sort((one, other) => other.updated - one.updated);
   }
 

@@ -70,6 +70,7 @@ ROUTES: Final[Mapping[str, Row]] = {
     "GET /api/ps": asked(f"{_API}test_ollama_client.py"),
     "POST /api/pull": asked(f"{_API}test_ollama_client.py"),
     "POST /api/embed": asked(f"{_API}test_ollama_client.py"),
+    "POST /api/embeddings": asked(f"{_API}test_ollama_client.py"),
     "POST /api/show": asked(f"{_API}test_ollama_client.py"),
     "POST /api/chat": asked(f"{_API}test_ollama_client.py", _PICTURES),
     "POST /api/generate": asked(f"{_API}test_ollama_client.py", _PICTURES),
