@@ -12,7 +12,7 @@ import torch
 
 from ...protocols.ids import Span
 from ...protocols.tensors import decode, encode
-from ..errors import MachineError, PetalnodeError, SwarmError
+from ..errors import BadInput, MachineError, PetalnodeError, SwarmError
 from ..models import ModelFolder
 from ..models.progress import Progress, no_progress
 from ..models.quantisation import EXACT, is_exact, within_tolerance
@@ -173,7 +173,7 @@ class Judge:
             try:
                 answers.update(self._recompute(observed, indices, dtype, quantisation))
                 to_the_bit.update(indices if is_exact(quantisation) else ())
-            except SwarmError as error:
+            except (SwarmError, BadInput) as error:  # BadInput: it announces what is not known here
                 unchecked.update(dict.fromkeys(indices, f"it cannot be recomputed: {error}"))
             except MachineError as error:
                 if not is_exact(quantisation):

@@ -21,13 +21,14 @@ from petalnode.node.verification.judging import (
     worst_judgement,
 )
 from petalnode.node.verification.observed import Observed, observed_batch
-from petalnode.node.verification.recomputation import SessionQuestion
+from petalnode.node.verification.recomputation import Recomputation, RecordedStep, SessionQuestion, joined
 from petalnode.node.verification.tolerances import Calibration, Kind, Tolerance, find_tolerance, tolerance_of
 from petalnode.node.verification.verdicts import Compared, Judge, Verdict, worst_of
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
 from petalnode.protocols.tensors import encode
 from petalnode.protocols.training import FORWARD, MicroBatch
+from tests.tiny_models import HIDDEN, save_tiny
 
 TOLERANCE = Tolerance(ok_worst=0.02, ok_mean=0.01, faulty_worst=0.04, faulty_mean=0.02)
 
@@ -303,3 +304,14 @@ def test_tokens_by_rounding_are_right_either_way() -> None:
     assert (first.worst, first.tokens) == (0.0, 8) and second.mean == pytest.approx(0.5, rel=1e-2)
     first, second = Compared(observed, truth, tolerance=TOLERANCE).steps
     assert first.mean == pytest.approx(0.5, rel=1e-2)
+
+
+@pytest.mark.parametrize("kind", [{"dtype": "float8"}, {"quantisation": "int3"}, {"quantisation": "int3/exact-1"}])
+def test_an_unknown_kind_hides_no_other_server(kind: dict[str, str], tmp_path: Path) -> None:
+    folder, blocks = save_tiny("llama", tmp_path / "tiny"), Span(0, 1)
+    question = SessionQuestion(blocks, (RecordedStep(0, torch.randn(1, 5, HIDDEN)),))
+    (answer,) = Recomputation(folder, "float32", "none").answer([question])
+    honest = Observed("honest", blocks, "float32", "none", question, (joined(answer),), "cpu")
+    liar = replace(honest, peer_id="liar", claimed=(1.3 * joined(answer),))
+    verdicts = Judge(folder).verdicts([replace(honest, **kind), honest, liar])
+    assert [verdict.verdict for verdict in verdicts] == ["inconclusive", "ok", "faulty"]
