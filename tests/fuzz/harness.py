@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from time import thread_time
 from typing import Any, Protocol, TypeVar
 from unittest.mock import patch
 
@@ -125,7 +126,8 @@ def _errors():  # type: ignore[no-untyped-def]
 
 @contextmanager
 def without_threads():  # type: ignore[no-untyped-def]
-    """Worker threads would race with a clock that jumps: what they do is done in place, for this thread's loop."""
+    """Worker threads would race with a clock that jumps: what they do is done in place, for this thread's loop. And no
+    processor time passes: it would be counted for a peer, and hold it up by that clock."""
     ours, in_thread = threading.get_ident(), trio.to_thread.run_sync
 
     async def run_sync(function: Callable[..., T], *args: Any, **options: Any) -> T:
@@ -134,7 +136,7 @@ def without_threads():  # type: ignore[no-untyped-def]
         await trio.lowlevel.checkpoint()
         return function(*args)
 
-    with patch.object(trio.to_thread, "run_sync", run_sync):
+    with patch.object(trio.to_thread, "run_sync", run_sync), patch.object(time, "thread_time", float):
         yield
 
 
@@ -150,16 +152,16 @@ def run(target: Target, seed: int, numbers: Iterable[int], started: Callable[[Ta
 
 async def _run(target: Target, seed: int, numbers: Iterable[int], started: Callable[[Target, int], None]) -> Report:
     report = Report(target.name)
-    begun = time.thread_time()
+    begun = thread_time()
     with _errors() as errors:
         async with target.open() as subject:
             before = dict(subject.held())
             for number in numbers:
                 started(target, number)
                 given = target.make(Mutator((seed, target.name, number)))
-                fed = time.thread_time()
+                fed = thread_time()
                 what = await _fed(target, subject, given)
-                took = time.thread_time() - fed
+                took = thread_time() - fed
                 if took > report.slowest:
                     report.slowest, report.slowest_number = took, number
                 what = what or "\n".join(errors.seen)
@@ -170,7 +172,7 @@ async def _run(target: Target, seed: int, numbers: Iterable[int], started: Calla
                 report.inputs += 1
                 if what:
                     report.failures.append(Failure(target.name, number, what))
-    report.seconds = time.thread_time() - begun
+    report.seconds = thread_time() - begun
     return report
 
 
