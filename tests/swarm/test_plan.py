@@ -130,7 +130,10 @@ def test_a_mistake_is_one_clear_line(
 def test_a_plan_for_a_running_swarm(shared_swarm: SharedSwarm, home: Path) -> None:
     several = petalnode("plan", "--peer", shared_swarm.peer, env=environment(home))
     assert several.code == 2 and "tiny-gemma3, tiny-gpt2, tiny-llama" in several.err, several
-    outcome = petalnode("plan", "tiny-llama", "--peer", shared_swarm.peer, "--json", env=environment(home))
+    for _ in range(20):
+        outcome = petalnode("plan", "tiny-llama", "--peer", shared_swarm.peer, "--json", env=environment(home))
+        if "did not answer within" not in outcome.err:  # as on a busy machine
+            break
     assert outcome.code == 0, outcome
     (plan,) = outcome.objects
     servers = {node.ready["peer_id"] for node in shared_swarm.llama}

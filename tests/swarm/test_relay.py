@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -72,19 +71,15 @@ async def test_what_is_sent_through_a_relay_comes_back():
         await until(lambda: service.stats.circuits == 0, "the circuit's place is free")
 
 
-async def test_hundreds_of_messages_and_their_cost():
+async def test_hundreds_of_messages_pass():
     async with relay_here() as (relay, _), host_here() as target, host_here() as client:
         client.remember(target.peer_id, await reserve(target, relay))
         client.remember(relay.peer_id, relay.addrs())
-        for name, peer in (("to the relay", relay), ("through it", target)):
+        for peer in (relay, target):
             stream = await client.open_stream(peer.peer_id, ECHO)
-            times = []
             for _ in range(300):
-                start = time.perf_counter()
                 await stream.write(bytes(16 * 1024))
                 await received(stream, 16 * 1024)
-                times.append(time.perf_counter() - start)
-            print(f"16 KiB round trip {name}: p50 {sorted(times)[150] * 1e3:.2f} ms")
 
 
 async def test_direct_connection_is_preferred_at_once():
