@@ -66,6 +66,14 @@ def compressed(
     return held, values
 
 
+def of_tensor(weight: torch.Tensor, zero: int = 5) -> Made:
+    """One scale and one zero point for the whole matrix."""
+    scale = (weight.abs().max() / 100).reshape(1)
+    codes = ((weight / scale).round() + zero).to(torch.int8)
+    beside = {"weight_scale": scale, "weight_zero_point": torch.tensor([zero], dtype=torch.int8)}
+    return {"weight": codes, **beside}, (codes.float() - zero) * scale
+
+
 def gptq(weight: torch.Tensor, bits: int, *, symmetric: bool = True, order: bool = False, lower: int = 1) -> Made:
     size = 32
     places = torch.randperm(weight.shape[1]) if order else torch.arange(weight.shape[1])
@@ -118,6 +126,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Made]]] = {
     "int-quantized": (
         _ct("int-quantized", num_bits=8, strategy="channel"),
         lambda weight: compressed(weight, 8, weight.shape[1], packed=False),
+    ),
+    "int-quantized, zero point": (
+        _ct("int-quantized", num_bits=8, strategy="tensor", symmetric=False),
+        of_tensor,
     ),
     "packed": (_ct("pack-quantized", num_bits=4, strategy="group", group_size=32), lambda w: compressed(w, 4, 32)),
     "packed, wide scales": (

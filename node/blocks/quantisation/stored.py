@@ -91,14 +91,13 @@ class StoredQuantised:
             return _scaled(self._read(source), scale, self.scheme.block)
         codes, zeros = self._codes(module, source)
         groups = self._groups(module, codes.shape[1], scale.shape[1])
-        opened = torch.empty(codes.shape)
+        scale, opened = scale.expand(len(codes), -1), torch.empty(codes.shape)
         for start in range(0, len(codes), _ROWS):
             rows = slice(start, start + _ROWS)
-            own = scale[rows] if len(scale) > 1 else scale
             part = codes[rows].float()
             if zeros is not None:
                 part -= zeros[rows].float()[:, groups]
-            opened[rows] = part * own[:, groups]
+            opened[rows] = part * scale[rows][:, groups]
         return opened
 
     def _read(self, key: str) -> torch.Tensor:
@@ -136,7 +135,7 @@ class StoredQuantised:
         bits, held = self.scheme.bits, self._read(source)
         zeros = self._held(f"{module}.weight_zero_point")
         if source.endswith(".weight"):
-            return held, zeros if zeros is None else zeros.reshape(len(zeros), -1)
+            return held, zeros if zeros is None else zeros.reshape(len(zeros), -1).expand(len(held), -1)
         if source.endswith(".weight_packed"):
             shape = self._read(f"{module}.weight_shape").tolist()
             middle = 1 << (bits - 1)
