@@ -424,7 +424,8 @@ def _inner_name(key: str) -> str | None:
 
 def _check(model: PreTrainedModel, info: Any) -> None:
     tied: dict[str, str] = model.all_tied_weights_keys
-    missing = {key for key in info.missing_keys if tied.get(key, key) in info.missing_keys}
+    there = {tied.get(key, key) for key in (*tied, *tied.values()) if key not in info.missing_keys}
+    missing = {key for key in info.missing_keys if tied.get(key, key) not in there}
     problems = [
         ("misses", sorted(missing)),
         ("has unexpected", sorted(info.unexpected_keys)),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from petalnode.node.blocks.config import read_config
 from petalnode.node.blocks.remote_cache import RemoteCache
@@ -125,9 +126,15 @@ def test_a_client_holds_no_blocks(tiny: Tiny) -> None:
     assert client.num_blocks == 6
 
 
-def test_tied_head_is_one_tensor(tiny: Tiny) -> None:
-    client, _ = open_client(tiny("gemma3"), TWO)
-    assert client.model.lm_head.weight is client.model.model.embed_tokens.weight
+@pytest.mark.parametrize("held", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_tied_head_is_one_tensor(held: str, tmp_path: Path) -> None:
+    """Whichever name the checkpoint has for it."""
+    file = save_tiny("gemma3", tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    tensors[held] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, file, {"format": "pt"})
+    model = open_client(tmp_path, TWO)[0].model
+    assert model.lm_head.weight is model.model.embed_tokens.weight and torch.equal(model.lm_head.weight, tensors[held])
 
 
 def test_a_cache_of_other_kind_is_refused(tiny: Tiny) -> None:
