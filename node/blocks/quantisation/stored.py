@@ -92,7 +92,6 @@ class StoredQuantised:
         codes, zeros = self._codes(module, source)
         groups = self._groups(module, codes.shape[1], scale.shape[1])
         scale, opened = scale.expand(len(codes), -1), torch.empty(codes.shape)
-        zeros = None if zeros is None else zeros.expand(len(codes), -1)
         for start in range(0, len(codes), _ROWS):
             rows = slice(start, start + _ROWS)
             part = codes[rows].float()
@@ -136,7 +135,7 @@ class StoredQuantised:
         bits, held = self.scheme.bits, self._read(source)
         zeros = self._held(f"{module}.weight_zero_point")
         if source.endswith(".weight"):
-            return held, zeros if zeros is None else zeros.reshape(len(zeros), -1)
+            return held, zeros if zeros is None else zeros.reshape(len(zeros), -1).expand(len(held), -1)
         if source.endswith(".weight_packed"):
             shape = self._read(f"{module}.weight_shape").tolist()
             middle = 1 << (bits - 1)
