@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from dataclasses import replace
+from contextlib import AsyncExitStack, suppress
 
 import trio
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.network.transport import connections
+from petalnode.node.errors import SwarmError
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.protocols import wire_pb2 as wire
@@ -70,10 +70,13 @@ async def main(options: dict) -> None:
         announcement_ttl=options.get("ttl", 45.0),
         bootstrap_deadline=100.0,  # twenty may start at once on a busy machine
     )
-    usual = connections.DIALING
-    connections.DIALING = replace(usual, directly=config.bootstrap_deadline)
-    async with open_swarm(config) as swarm:
-        connections.DIALING = usual
+    async with AsyncExitStack() as stack:
+        swarm = None
+        for _ in range(10):
+            with suppress(SwarmError):
+                swarm = await stack.enter_async_context(open_swarm(config))
+                break
+        assert swarm is not None, "no peer has answered"
         if options.get("role") == "echo":
             swarm.set_handler(ECHO, echo)
         if "blocks" in options:
