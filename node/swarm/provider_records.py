@@ -196,7 +196,7 @@ class ProviderRecords:
                     for _ in range(SEARCH.keys_at_once):
                         nursery.start_soon(self._find_keys, waiting, search)
         except BaseException:
-            del self._searched[what]  # who gave up has not learned that nobody is there
+            self._searched.pop(what, None)  # who gave up has not learned that nobody is there
             raise
         self._searched[what] = (now, search.answered)
         await self._dht.close_opened()

@@ -34,7 +34,7 @@ from ..errors import BadInput, ModelError
 from ..models.checkpoint import Checkpoint
 from ..models.folder import ModelFolder, num_blocks, read_config
 from ..models.progress import Progress, no_progress
-from ..models.quantisation import is_exact
+from ..models.quantisation import Numerics, is_exact
 from .noise import Noise
 
 
@@ -244,6 +244,10 @@ class Recomputation:
         dtype = DTYPES.get(self._dtype)
         if dtype is None:
             raise BadInput(f"nothing is computed in {self._dtype[:100]!r} here")
+        numerics = Numerics.parse(self._quantisation)
+        needs_float32 = (numerics.activations, numerics.cache) != ("float32", "auto")
+        if needs_float32 and dtype != torch.float32 and not numerics.exact:
+            raise BadInput(f"nothing is computed as {self._quantisation} in {self._dtype}")
         if isinstance(question, SessionQuestion):
             return _RecomputedSession(question, [step.hidden.to(self._device, dtype) for step in question.steps])
         if question.gradient is None:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Final, Literal
 
-from ..models.quantisation import within_tolerance
+from ..models.quantisation import is_exact, within_tolerance
 
 Pass = Literal["forward", "backward"]
 """Outputs (of prefill, decode and batches), or gradients."""
@@ -157,6 +157,8 @@ def doubt(dtype: str, quantisation: str, device: str, table: tuple[Calibration, 
     """
     if not dtype:
         return NO_DOUBT
+    if is_exact(quantisation) and dtype != "float32":
+        return UNPROVEN  # it cannot be recomputed: nothing else is the same everywhere
     measured = {""}
     for row in calibrations() if table is None else table:
         if (row.dtype, row.quantisation, row.direction) == (dtype, within_tolerance(quantisation), "forward"):

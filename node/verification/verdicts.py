@@ -12,7 +12,7 @@ import torch
 
 from ...protocols.ids import Span
 from ...protocols.tensors import decode, encode
-from ..errors import BadInput, MachineError, PetalnodeError, SwarmError
+from ..errors import BadInput, MachineError, ModelError, PetalnodeError, SwarmError
 from ..models import ModelFolder
 from ..models.progress import Progress, no_progress
 from ..models.quantisation import EXACT, is_exact, within_tolerance
@@ -173,6 +173,8 @@ class Judge:
             try:
                 answers.update(self._recompute(observed, indices, dtype, quantisation))
                 to_the_bit.update(indices if is_exact(quantisation) else ())
+            except ModelError:  # of the weights that are here
+                raise
             except (SwarmError, BadInput) as error:  # BadInput: it announces what is not known here
                 unchecked.update(dict.fromkeys(indices, f"it cannot be recomputed: {error}"))
             except MachineError as error:

@@ -63,6 +63,8 @@ LIMITS = Tolerance(ok_worst=0.02, ok_mean=0.01, faulty_worst=0.04, faulty_mean=0
         (("float16", "none", "cpu"), UNPROVEN),
         (("float128", "none", "cpu"), UNPROVEN),
         (("float32", "int2", ""), UNPROVEN),
+        (("float32", "none/exact-1", "cpu"), NO_DOUBT),
+        (("bfloat16", "none/exact-1", "cpu"), UNPROVEN),
     ],
 )
 def test_what_nobody_can_prove_wrong_pays(kind: tuple[str, str, str], expected: Doubt) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.crypto.receipts import Receipt
+from petalnode.node.errors import ModelError
 from petalnode.node.trust.receipt_log import LoggedBatch
 from petalnode.node.verification.judging import (
     distance,
@@ -306,7 +307,16 @@ def test_tokens_by_rounding_are_right_either_way() -> None:
     assert first.mean == pytest.approx(0.5, rel=1e-2)
 
 
-@pytest.mark.parametrize("kind", [{"dtype": "float8"}, {"quantisation": "int3"}, {"quantisation": "int3/exact-1"}])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"dtype": "float8"},
+        {"quantisation": "int3"},
+        {"quantisation": "int3/exact-1"},
+        {"dtype": "bfloat16", "quantisation": "none/cache=int8"},
+        {"dtype": "bfloat16", "quantisation": "int8/activations=int8"},
+    ],
+)
 def test_an_unknown_kind_hides_no_other_server(kind: dict[str, str], tmp_path: Path) -> None:
     folder, blocks = save_tiny("llama", tmp_path / "tiny"), Span(0, 1)
     question = SessionQuestion(blocks, (RecordedStep(0, torch.randn(1, 5, HIDDEN)),))
@@ -315,3 +325,6 @@ def test_an_unknown_kind_hides_no_other_server(kind: dict[str, str], tmp_path: P
     liar = replace(honest, peer_id="liar", claimed=(1.3 * joined(answer),))
     verdicts = Judge(folder).verdicts([replace(honest, **kind), honest, liar])
     assert [verdict.verdict for verdict in verdicts] == ["inconclusive", "ok", "faulty"]
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError):
+        Judge(folder).verdicts([honest])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,3 +92,8 @@ async def test_search_that_was_broken_off_begins_anew() -> None:
         with trio.move_on_after(1):  # as a step does that waits for a server
             await records.find(blocks_sought("ab" * 32), timeout=SEARCH.seconds, again=SEARCH.again_quietly)
         assert len(asked) == count * SEARCH.keys_at_once
+    find = partial(records.find, blocks_sought("ab" * 32), timeout=SEARCH.seconds, again=0)
+    with trio.move_on_after(1):
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(find)
