@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.swarm.conftest import SharedSwarm
-from tests.swarm.processes import environment, nodes, petalnode
+from tests.swarm.processes import environment, nodes, petalnode, until
 from tests.tiny_models import save_tiny
 
 PROVED = ("--seconds", "600")  # though the machine is busy
@@ -191,8 +191,15 @@ def test_strangers_announcements_end_neither_plan_nor_fit(home: Path, tmp_path: 
         peers = started.announcer(**model, blocks=[0, 32]).event("ready")["addrs"][:1]
         for stranger in ({"model_version": "00" * 32}, {"quantisation": "int3"}):
             started.announcer(**model, **stranger, blocks=[0, 1], peers=peers).event("ready")
-        plan = petalnode("plan", model["model_name"], "--peer", peers[0], "--json", env=environment(home))
+        at = ("--peer", peers[0], "--json")
+
+        def are_known() -> bool:
+            known = petalnode("status", *at, env=environment(home)).objects
+            return sum(len(found["servers"]) for found in known) == 3
+
+        until(are_known, "all are known")
+        plan = petalnode("plan", model["model_name"], *at, env=environment(home))
         assert plan.code == 0 and len(plan.objects) == 1, plan
         assert "left out: the machines together hold 1 of 32 blocks" in plan.err, plan
-        fits = petalnode("fit", model["model_name"], "--peer", peers[0], "--json", env=environment(home))
+        fits = petalnode("fit", model["model_name"], *at, env=environment(home))
         assert fits.code == 0 and fits.objects, fits

@@ -91,9 +91,10 @@ class PromptTuning(nn.Module):
     def generate(self, input_ids: torch.Tensor, *, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
         """The model's generate after the virtual tokens, which are not counted; returns the sequences without them."""
         model, count = self._model[0], self.num_virtual_tokens
-        config = kwargs.get("generation_config") or model.transformers_model.generation_config
+        configs = kwargs.get("generation_config"), model.transformers_model.generation_config
         for name in ("max_length", "min_length"):
-            if length := kwargs.get(name) or getattr(config, name, None):
+            said = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+            if length := next((length for length in said if length is not None), None):
                 kwargs[name] = length + count
         ids, mask = self._prefixed(input_ids, attention_mask)
         starts = None
