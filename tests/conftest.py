@@ -65,6 +65,16 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def dials_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, no server is taken for one that is not there because it answers late at first."""
+    from petalnode.node.client import round_trips
+    from petalnode.node.network.transport import connections
+
+    monkeypatch.setattr(connections, "DIALING", replace(connections.DIALING, directly=120.0, by_circuit=120.0))
+    monkeypatch.setattr(round_trips, "DEADLINES", replace(round_trips.DEADLINES, rtt=120.0, measure=120.0))
+
+
+@pytest.fixture
 def pushes_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is, no step that a server should have pushed is sent by the client."""
     from petalnode.node.client import deadlines

@@ -59,7 +59,7 @@ def api(folder: Path, whole: Any) -> Iterator[MemoryApi]:
 
 
 def ask(api: MemoryApi, path: str, **fields: Any) -> Any:
-    answer = httpx.post(f"{api.url}{path}", json=fields, timeout=None)
+    answer = httpx.post(f"{api.url}{path}", json=fields, timeout=600)
     assert answer.status_code == 200, answer.text
     return answer.json()
 

@@ -48,7 +48,7 @@ def url_of(picture: bytes) -> str:
 
 
 def ask(api: MemoryApi, path: str, key: str = "", **fields: Any) -> httpx.Response:
-    return httpx.post(f"{api.url}{path}", json=fields, timeout=None, headers={"x-api-key": key} if key else {})
+    return httpx.post(f"{api.url}{path}", json=fields, timeout=600, headers={"x-api-key": key} if key else {})
 
 
 def openai(api: MemoryApi, *parts: dict[str, Any], **fields: Any) -> httpx.Response:

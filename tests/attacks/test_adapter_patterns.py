@@ -36,7 +36,9 @@ def none_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(re, "_compile", note)
     yield
-    assert not {*PATTERNS, "q_proj", "layer_0"}.intersection(compiled)
+    patterns = [str(getattr(one, "pattern", one)) for one in compiled]
+    strange = (*PATTERNS, "q_proj", "layer_0")  # peft puts something around them
+    assert not [one for one in patterns if any(part in one for part in strange)]
 
 
 def adapter(root: Path, options: dict[str, Any], path: str = PATH) -> Path:

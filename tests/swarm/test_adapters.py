@@ -25,6 +25,7 @@ from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import Node, Nodes, environment, petalnode
 from tests.tiny_models import VOCABULARY, load_whole
 
+pytestmark = pytest.mark.usefixtures("dials_awaited")
 NEW_TOKENS = 8
 
 

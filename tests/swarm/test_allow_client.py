@@ -15,6 +15,7 @@ from petalnode.node.errors import NoChainError
 from tests.swarm.processes import Node, Nodes, Outcome, petalnode
 from tests.tiny_models import load_whole
 
+pytestmark = pytest.mark.usefixtures("dials_awaited")
 FRIEND = Identity.from_seed(b"f" * 32)
 
 

@@ -17,6 +17,7 @@ from tests.swarm.plain_tuning import PlainTuning
 from tests.swarm.processes import Node, Nodes, nodes, petalnode
 from tests.tiny_models import HIDDEN, load_whole
 
+pytestmark = pytest.mark.usefixtures("dials_awaited")
 BOTH = ("--device", "cpu", "--device", "cpu", "--cache-tokens", "20000")
 Model = DistributedModelForCausalLM
 

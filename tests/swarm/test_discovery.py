@@ -60,6 +60,7 @@ async def seen_at_once(peers: Collection[str], wanted: set[str]) -> None:
             missing = wanted - seen(swarm)
         if not missing:
             return
+        await trio.sleep(0.5)
     raise AssertionError(f"{len(missing)} servers are not seen")
 
 

@@ -11,6 +11,8 @@ from tests.swarm.processes import LOOPBACK, Node, Nodes, environment, nodes, pet
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import save_tiny
 
+pytestmark = pytest.mark.usefixtures("dials_awaited")
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:

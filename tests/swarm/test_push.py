@@ -22,6 +22,7 @@ from tests.swarm.memory_pool import started
 from tests.swarm.processes import Nodes
 from tests.tiny_models import load_whole
 
+pytestmark = pytest.mark.usefixtures("dials_awaited")
 NEW_TOKENS = 20
 OPTIONS: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
 

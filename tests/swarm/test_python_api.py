@@ -23,6 +23,7 @@ from tests.swarm.conftest import SharedSwarm
 from tests.swarm.deep_drafts import LOOKUP
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, load_whole
 
+pytestmark = pytest.mark.usefixtures("dials_awaited")
 LOGITS = 1e-4
 Model = DistributedModelForCausalLM
 

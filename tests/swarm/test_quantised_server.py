@@ -14,6 +14,8 @@ from petalnode.protocols.ids import Span
 from tests.swarm.processes import Nodes, petalnode
 from tests.tiny_models import NUM_BLOCKS, VOCABULARY
 
+pytestmark = pytest.mark.usefixtures("dials_awaited")
+
 
 def test_a_server_of_nf4_blocks(node_starter: Nodes, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client gets what the same quantised blocks give in its own process."""

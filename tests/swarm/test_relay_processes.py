@@ -81,7 +81,8 @@ async def test_client_returns_while_its_old_circuits_die(start):
         known(client, (relay, target))
         stream = await client.open_stream(target.peer_id, ECHO)
         await echoed(stream, b"as if it had never been away")
-        assert await circuits(watcher, relay) == 2
+        # On a busy machine the old circuit may have gone by now.
+        assert (await stats_of(watcher, relay))["circuits_made"] == 2
 
         async def only_the_new_one() -> bool:
             await echoed(stream, b"still there")

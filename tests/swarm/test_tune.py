@@ -37,6 +37,7 @@ from tests.swarm.processes import Nodes, Running, petalnode
 from tests.swarm.server_pool import server_pool
 from tests.tiny_models import VOCABULARY, load_whole
 
+pytestmark = pytest.mark.usefixtures("dials_awaited")
 METHODS: tuple[Method, ...] = ("lora", "prompt", "deep-prompt")
 
 

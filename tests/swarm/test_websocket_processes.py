@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from petalnode import AutoDistributedModelForCausalLM
@@ -13,6 +14,7 @@ from tests.swarm.processes import TLS, WS, Nodes, petalnode
 from tests.swarm.tcp_proxy import line_to
 from tests.tiny_models import load_whole
 
+pytestmark = pytest.mark.usefixtures("dials_awaited")
 TOKENS = 16
 
 

@@ -131,7 +131,8 @@ class Page extends HTMLElement {
     const busy = this.conversations.filter((one) => this.chat.isAnswering(one));
     const stored = await this.storage.all();
     const current = stored.find(({ id }) => id === this.current?.id);
-    if (current?.updated > this.current?.updated && !busy.includes(this.current)) this.show(current); // another tab has gone on with it
+    // Another tab has gone on with it. What is held here for the next question stays.
+    if (current?.updated > this.current?.updated && !busy.includes(this.current)) this.show(Object.assign(this.current, current));
     const keep = new Map([...busy, this.current].filter(Boolean).map((one) => [one.id, one]));
     this.conversations = stored.map((one) => keep.get(one.id) ?? one);
     this.#paintList();
